@@ -1,0 +1,27 @@
+"""grt: depth-recurrent language models, from one loop (the Gated Recurrent Transformer and its relatives)."""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "RunConfig": "grt.config",
+    "ModelConfig": "grt.config",
+    "preset": "grt.presets",
+    "build_model": "grt.methods",
+    "Depth": "grt.model.depth",
+    "LoopContext": "grt.model.context",
+    "load_model": "grt.train.checkpoint",
+    "train": "grt.train.loop",
+    "evaluate": "grt.evals.loss",
+    "generate": "grt.infer.generate",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    # Public names load their module on first use: `import grt` alone must not pay for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'grt' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,287 @@
+"""What a run is: frozen dataclasses, their JSON form and the hash that names the run.
+
+Nothing here imports torch. Defaults are neutral and never change (the hash leaves them out, so that a new field
+does not rename old runs); the value of every hyper-parameter that somebody chose lives in presets.py.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work: one sentence that names the field, the value and the remedy."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Blocks of a model, `p+nxR+c`: p prelude blocks, a core of n blocks applied R times, c coda blocks."""
+
+    p: int
+    n: int
+    R: int
+    c: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Read `2+5x4+2`, or `12L` and `12` for a dense model of 12 blocks (ConfigError on anything else)."""
+        if dense := re.fullmatch(r"(\d+)L?", text):
+            layout = cls(int(dense[1]), 0, 0, 0)
+        elif recurrent := re.fullmatch(r"(\d+)\+(\d+)[x×](\d+)\+(\d+)", text):
+            layout = cls(*map(int, recurrent.groups()))
+        else:
+            raise ConfigError(f"model.layout is {text!r}, which is not a layout: write '1+1x6+1' or '12L'.")
+        if layout.n_unique == 0:
+            raise ConfigError(f"model.layout {text!r} has no block at all: give it at least one.")
+        if (layout.n == 0) != (layout.R == 0):
+            raise ConfigError(f"model.layout {text!r} needs both core blocks and recurrences, or neither (as in '8L').")
+        return layout
+
+    def __str__(self) -> str:
+        return f"{self.p}+{self.n}x{self.R}+{self.c}"
+
+    @property
+    def is_dense(self) -> bool:
+        return self.R == 0
+
+    @property
+    def n_unique(self) -> int:
+        """Blocks with weights of their own."""
+        return self.p + self.n + self.c
+
+    def n_executions(self, steps: int | None = None) -> int:
+        """Block executions of one forward pass at depth `steps` (default R)."""
+        return self.p + self.n * (self.R if steps is None else steps) + self.c
+
+
+def operational(default: Any) -> Any:
+    """A field that changes where and how often, never what is trained: left out of the hash."""
+    return field(default=default, metadata={"operational": True})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    method: str = "ladder"
+    """How the core is recurred: a key of grt.methods.METHODS. A dense layout has no core and ignores it."""
+    layout: str = "12L"
+    """p+nxR+c (prelude, core x recurrences, coda), or 12L for a dense model."""
+    d_model: int = 768
+    """Width d."""
+    n_heads: int = 12
+    """Attention heads."""
+    context: int = 1024
+    """Longest sequence T, in tokens."""
+    vocab_size: int = 50257
+    """Size of the tokenizer's vocabulary."""
+    gate_bias: float = 4.0
+    """GRT: start value of the gate's last bias; sigmoid(4) = 0.98 copies nearly everything (eq:gate)."""
+    gate_temperature: float = 1.0
+    """GRT: tau of eq:gate."""
+    state_noise: float = 0.1
+    """GRT: sigma_x, standard deviation of the state noise in training (eq:proj)."""
+    gate_noise: float = 0.1
+    """GRT: sigma_g, standard deviation of the gate noise in training (eq:gate)."""
+
+    def __post_init__(self) -> None:
+        Layout.parse(self.layout)
+        for name in ("d_model", "n_heads", "context", "vocab_size"):
+            at_least(f"model.{name}", getattr(self, name), 1)
+        if self.d_model % self.n_heads:
+            raise ConfigError(
+                f"model.d_model {self.d_model} is not divisible by model.n_heads {self.n_heads}: change one."
+            )
+        if self.gate_temperature <= 0:
+            raise ConfigError(f"model.gate_temperature is {self.gate_temperature}: it must be above 0.")
+        for name in ("state_noise", "gate_noise"):
+            at_least(f"model.{name}", getattr(self, name), 0)
+
+    @property
+    def blocks(self) -> Layout:
+        return Layout.parse(self.layout)
+
+    @property
+    def method_name(self) -> str:
+        """The method as tables print it: a layout without a core is dense, whatever the field says."""
+        return "dense" if self.blocks.is_dense else self.method
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: str = "builtin"
+    """builtin, stdlib, a .txt file, a folder of them, or a folder that `grt prepare` made."""
+    tokenizer: str = "bytes"
+    """How text becomes tokens."""
+    val_fraction: float = 0.02
+    """Share of the documents that is kept for validation, chosen by their hash."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise ConfigError(f"data.val_fraction is {self.val_fraction}: it must lie between 0 and 1.")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule (sec:experiments): linear warm-up, then a cosine down to min_lr_ratio x lr."""
+
+    lr: float = 6e-4
+    """Peak learning rate."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a share of the peak."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    """On matrices only; biases, norms and vectors are not decayed."""
+    grad_clip: float = 1.0
+    """Largest norm of the whole gradient."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ConfigError(f"optim.lr is {self.lr}: it must be above 0.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"optim.min_lr_ratio is {self.min_lr_ratio}: it must lie between 0 and 1.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optim.{name} is {getattr(self, name)}: it must lie in [0, 1).")
+        at_least("optim.warmup_steps", self.warmup_steps, 0)
+        at_least("optim.weight_decay", self.weight_decay, 0)
+        if self.grad_clip <= 0:
+            raise ConfigError(f"optim.grad_clip is {self.grad_clip}: it must be above 0.")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 20_000
+    """Optimizer steps."""
+    tokens_per_step: int = 491_520
+    """Tokens of one optimizer step: slots x sequences x context, whatever the number of ranks."""
+    batch_size: int = 8
+    """Sequences of one slot (one forward and backward pass); the rest of the step is accumulation."""
+    seed: int = 1337
+    """Decides initial weights, data order, depths and noise."""
+    depth: Literal["method", "fixed"] = "method"
+    """Recurrence depth of each slot: drawn as the method does, or always R."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the matrix products (weights stay fp32); auto: bf16 on CUDA, the faster of the two on a CPU."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = operational("auto")
+    """Where to train."""
+    threads: int = operational(0)
+    """CPU threads; 0: as many as torch takes by itself."""
+    eval_every: int = operational(250)
+    """Steps between two validations; the last step always has one."""
+    eval_windows: int = operational(64)
+    """Windows of the validation split that these validations read."""
+    checkpoint_every: int = operational(500)
+    """Steps between two checkpoints; the last step always has one."""
+    keep: int = operational(2)
+    """Checkpoints to keep besides the best one."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens_per_step", "batch_size", "eval_every", "eval_windows", "checkpoint_every", "keep"):
+            at_least(f"train.{name}", getattr(self, name), 1)
+        at_least("train.threads", self.threads, 0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a training run."""
+
+    name: str = operational("custom")
+    """What to call it in tables."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        slot = self.train.batch_size * self.model.context
+        if self.train.tokens_per_step % slot:
+            raise ConfigError(
+                f"train.tokens_per_step {self.train.tokens_per_step} is not a multiple of one slot, train.batch_size "
+                f"{self.train.batch_size} x model.context {self.model.context} = {slot} tokens: change one of them."
+            )
+
+    @property
+    def n_slots(self) -> int:
+        """Slots A (forward and backward passes) of one optimizer step."""
+        return self.train.tokens_per_step // (self.train.batch_size * self.model.context)
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is {value}: it must be at least {least}.")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type, values: Any, where: str = "") -> Any:
+    """Build a config dataclass from JSON values; ConfigError names an unknown field or a value of a wrong type."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where.rstrip('.') or 'the config'} is {values!r}: it must be an object of named fields.")
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise ConfigError(f"unknown field {where + key!r}: this version knows {', '.join(hints)}.")
+        arguments[key] = _typed(hints[key], value, where + key)
+    return cls(**arguments)
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), value, where + ".")
+    if typing.get_origin(hint) is Literal:
+        if value not in typing.get_args(hint):
+            raise ConfigError(f"{where} is {value!r}: choose one of {', '.join(map(str, typing.get_args(hint)))}.")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{where} is {value!r}: it must be of type {hint.__name__}.")
+    if hint is float and value != value:
+        raise ConfigError(f"{where} is not a number: give it one.")
+    return value
+
+
+def load(path: Path) -> RunConfig:
+    """Read a config.json (ConfigError, with the file's name, when it is missing or not one)."""
+    try:
+        return from_dict(RunConfig, json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: give a config.json or a run's folder.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not JSON ({error}): restore it or write it anew.") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be a config: restore it or write it anew.") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def dump(config: RunConfig) -> str:
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """The fields that decide the result and differ from their defaults."""
+    kept = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            if inner := identity(value):
+                kept[f.name] = inner
+        elif not f.metadata.get("operational") and value != f.default:
+            kept[f.name] = value
+    return kept
+
+
+def config_hash(config: RunConfig) -> str:
+    """The run's identity: sha256 of `identity`. Two configs that train the same run have the same hash."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()

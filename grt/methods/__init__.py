@@ -1,0 +1,44 @@
+"""The registry: one line a method."""
+
+import difflib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from grt.config import ConfigError, ModelConfig
+from grt.methods.grt import GRT
+from grt.model.depth import DepthSampler, fixed, uniform
+from grt.model.recurrent import RecurrentDepthModel, UpdateRule
+
+
+class Method(NamedTuple):
+    rule: type[UpdateRule]
+    sampler: Callable[[int], DepthSampler]  # of R
+
+
+METHODS = {
+    "ladder": Method(UpdateRule, uniform),  # plain weight tying, the base of the paper's ablation ladder
+    "grt": Method(GRT, uniform),
+}
+
+
+def find_method(config: ModelConfig) -> Method:
+    """The method that `config` names (ConfigError names the nearest where there is none)."""
+    if config.method not in METHODS:
+        nearest = difflib.get_close_matches(config.method, METHODS, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"model.method is {config.method!r}: did you mean {nearest}? This version has {', '.join(METHODS)}."
+        )
+    return METHODS[config.method]
+
+
+def build_model(config: ModelConfig) -> RecurrentDepthModel:
+    """A freshly initialised model (it draws from torch's global generator: seed that first)."""
+    rule = UpdateRule if config.blocks.is_dense else find_method(config).rule
+    return RecurrentDepthModel(config, rule(config))
+
+
+def depth_sampler(config: ModelConfig, how: str = "method") -> DepthSampler:
+    """Draws training depths: as the method does, or always R ("fixed")."""
+    if config.blocks.is_dense or how == "fixed":
+        return fixed(config.blocks.R)
+    return find_method(config).sampler(config.blocks.R)

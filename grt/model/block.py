@@ -1,0 +1,99 @@
+"""The GPT-2 backbone: pre-norm blocks with their residuals inside, embedding and tied head.
+
+Shapes: B batch, T tokens, d width, H heads.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from grt.model.context import LoopContext
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, d: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.qkv = nn.Linear(d, 3 * d)
+        self.out = nn.Linear(d, d)
+
+    def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:
+        B, T, d = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.n_heads, d // self.n_heads).permute(2, 0, 3, 1, 4)  # (B, H, T, d/H)
+        if "attention" in ctx.taps:  # the fused kernel never forms the probabilities that a tap wants to see
+            scores = (q @ k.transpose(-2, -1)) / math.sqrt(d // self.n_heads)
+            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+            y = ctx.tap("attention", scores.masked_fill(future, -math.inf).softmax(-1)) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(B, T, d))
+
+
+class MLP(nn.Module):
+    """Linear d -> 4d, GELU (tanh form), Linear 4d -> d."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(d, 4 * d)
+        self.down = nn.Linear(4 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + Attention(LN(x)), then x + MLP(LN(x)): the residuals are inside."""
+
+    def __init__(self, d: int, n_heads: int) -> None:
+        super().__init__()
+        self.ln1 = nn.LayerNorm(d)
+        self.attn = Attention(d, n_heads)
+        self.ln2 = nn.LayerNorm(d)
+        self.mlp = MLP(d)
+
+    def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:
+        x = x + self.attn(self.ln1(x), ctx)
+        return x + self.mlp(self.ln2(x))
+
+
+class Stack(nn.ModuleList):
+    """Blocks one after the other: prelude, core or coda (possibly empty)."""
+
+    def __init__(self, section: str, n_blocks: int, d: int, n_heads: int) -> None:
+        super().__init__(Block(d, n_heads) for _ in range(n_blocks))
+        self.section = section
+
+    def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:
+        ctx.section = self.section
+        for ctx.block, block in enumerate(self):
+            x = block(x, ctx)
+        return x
+
+
+class Embedding(nn.Module):
+    """Token plus learned absolute position embedding."""
+
+    def __init__(self, vocab_size: int, context: int, d: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, d)
+        self.positions = nn.Embedding(context, d)
+
+    def forward(self, ids: Tensor) -> Tensor:  # (B, T) -> (B, T, d)
+        return self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+
+
+def init_gpt2(model: nn.Module, n_executions: int) -> None:
+    """GPT-2's initialisation: N(0, 0.02), zero biases; projections into the residual stream are smaller by
+    sqrt(2L), with L the block executions of a full pass, since each of them adds to the stream."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            into_residual = name.endswith(("attn.out", "mlp.down"))
+            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_executions) if into_residual else 0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)

@@ -1,0 +1,123 @@
+"""The recurrent loop, once: everything else in grt is built on `RecurrentDepthModel.states`.
+
+    h_pre = prelude(embed(ids));  h_0 = rule.start(h_pre)
+    for r = 1..k:  u = rule.read(h_{r-1});  o = core(u);  h_r = rule.write(h_{r-1}, o)
+    logits_k = head(ln_f(coda(h_k)))
+
+Shapes: B batch, T tokens, d width, R steps, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from grt.config import ModelConfig
+from grt.model.block import Embedding, Stack, init_gpt2
+from grt.model.context import LoopContext
+from grt.model.depth import Depth
+
+
+class Loss(NamedTuple):
+    """total is what is minimised; lm is the cross-entropy part, in nats per token."""
+
+    total: Tensor
+    lm: Tensor
+
+
+class UpdateRule(nn.Module):
+    """How the core reads the state, transforms it and writes it back. This base class is plain weight tying."""
+
+    extrapolates = True  # may run deeper than R
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+
+    def init_parameters(self) -> None:
+        """Set what GPT-2's initialisation does not cover."""
+
+    def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
+        return h_pre
+
+    def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
+        return h
+
+    def transform(self, u: Tensor, core: Stack, ctx: LoopContext) -> Tensor:
+        return core(u, ctx)
+
+    def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
+        return o
+
+    def step(self, h: Tensor, h_pre: Tensor, core: Stack, ctx: LoopContext) -> Tensor:
+        u = ctx.tap("input", self.read(h, h_pre, ctx))
+        o = ctx.tap("proposal", self.transform(u, core, ctx))
+        return ctx.tap("state", self.write(h, o, h_pre, ctx))
+
+    def loss(self, states: Iterator[Tensor], ce: Callable[[Tensor], Tensor], ctx: LoopContext) -> Loss:
+        """Loss of one pass; `ce` turns a state (B, T, d) into its mean cross-entropy."""
+        for h in states:
+            last = h
+        lm = ce(last)
+        return Loss(lm + sum(ctx.aux), lm)
+
+    def flops(self, steps: int) -> int:
+        """Matrix-product FLOPs per token that the rule adds to the block executions."""
+        return 0
+
+
+class RecurrentDepthModel(nn.Module):
+    """Prelude, recurrent core, coda. Dense GPT-2 is the layout without a core."""
+
+    def __init__(self, config: ModelConfig, rule: UpdateRule) -> None:
+        super().__init__()
+        self.config = config
+        layout, d, n_heads = config.blocks, config.d_model, config.n_heads
+        self.embed = Embedding(config.vocab_size, config.context, d)
+        self.prelude = Stack("prelude", layout.p, d, n_heads)
+        self.core = Stack("core", layout.n, d, n_heads)
+        self.coda = Stack("coda", layout.c, d, n_heads)
+        self.ln_f = nn.LayerNorm(d)
+        self.rule = rule
+        init_gpt2(self, layout.n_executions())
+        rule.init_parameters()
+
+    @property
+    def full_depth(self) -> Depth:
+        return Depth(self.config.blocks.R)
+
+    def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
+        """Yield h_0, h_1, ..., h_steps, each (B, T, d), for ids (B, T)."""
+        h_pre = ctx.tap("anchor", self.prelude(self.embed(ids), ctx))
+        h = self.rule.start(h_pre, ctx)
+        yield h
+        for ctx.step in range(depth.steps):
+            if depth.grad_steps is not None and 0 < ctx.step == depth.steps - depth.grad_steps:
+                h = h.detach()  # truncated back-propagation; torch.no_grad would break DDP and the compiler
+            h = self.rule.step(h, h_pre, self.core, ctx)
+            yield h
+
+    def logits(self, h: Tensor, ctx: LoopContext) -> Tensor:
+        """Read a state out: coda, final norm, tied head. (B, T, d) -> (B, T, V)."""
+        return F.linear(self.ln_f(self.coda(h, ctx)), self.embed.tokens.weight)
+
+    def forward(self, ids: Tensor, depth: Depth | None = None, ctx: LoopContext | None = None) -> Tensor:
+        """Logits (B, T, V) at `depth` (default: R steps) for ids (B, T)."""
+        ctx = ctx or LoopContext()
+        for h in self.states(ids, ctx, depth or self.full_depth):
+            last = h
+        return self.logits(last, ctx)
+
+    def loss(self, ids: Tensor, targets: Tensor, depth: Depth, ctx: LoopContext | None = None) -> Loss:
+        """The training loss of one slot, as the method defines it; targets (B, T) are the next tokens."""
+        ctx = ctx or LoopContext()
+
+        def ce(h: Tensor) -> Tensor:
+            return F.cross_entropy(self.logits(h, ctx).float().flatten(0, 1), targets.flatten())
+
+        return self.rule.loss(self.states(ids, ctx, depth), ce, ctx)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.tokens.weight.device

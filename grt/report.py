@@ -1,0 +1,221 @@
+"""What `grt eval`, `generate`, `info` and `list` say: each a dict (the --json document), and a table for people."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.data.loader import Split, bigram_entropy
+from grt.data.prepare import load_prepared, prepare
+from grt.data.tokenizer import get_tokenizer
+from grt.evals.loss import evaluate
+from grt.infer.generate import check_depth, generate
+from grt.methods import METHODS, build_model, depth_sampler
+from grt.model import cost
+from grt.model.precision import dtype_name, resolve_device, resolve_dtype
+from grt.presets import PRESETS, preset
+from grt.train.checkpoint import find_checkpoint, load_model, read_manifest, replace_file
+from grt.train.folder import commit
+from grt.train.log import read_metrics
+from grt.train.loop import open_data
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def find_text(config: RunConfig, data: str | None) -> Split:
+    """The run's validation split, or all of a text file, or the validation split of a prepared folder."""
+    if data is None:
+        return open_data(config).split("val")
+    if (Path(data) / "meta.json").exists():
+        return load_prepared(Path(data)).split("val")
+    return prepare(data, tokenizer=config.data.tokenizer, val_fraction=1.0).split("val")
+
+
+def evaluation_report(
+    run: Path, data: str | None = None, *, depths: Sequence[int] | None = None, limit: int | None = None,
+    batch_size: int = 16, dtype: str = "fp32", device: str = "auto",
+) -> dict[str, Any]:  # fmt: skip
+    """The JSON document of `grt eval`: loss, perplexity, bits per byte and FLOPs at each depth, and every setting."""
+    start = time.perf_counter()
+    where = resolve_device(device)
+    model, config = load_model(run, where)
+    split = find_text(config, data)
+    precision = resolve_dtype(dtype, where, config.model.d_model)
+    result = evaluate(model, split, depths=depths, limit=limit, batch_size=batch_size, dtype=precision)
+    losses = result.loss_by_depth
+    head = cost.head_flops(config.model)
+    return {
+        "run": str(run),
+        "step": read_manifest(find_checkpoint(run)[0])["step"],
+        "data": {"path": data or config.data.path, "sha256": split.sha256, "tokens": split.n_tokens},
+        "windows": result.windows,
+        "dtype": dtype_name(precision),
+        "device": where.type,
+        "loss": losses[max(losses)] if depths else losses[config.model.blocks.R],
+        "loss_by_depth": {str(k): loss for k, loss in losses.items()},
+        "depths": {
+            str(k): {
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700.0)),
+                "bits_per_byte": result.bits_per_byte(k),
+                "flops_per_token": cost.executed_flops(model, k, config.model.context) + head,
+            }
+            for k, loss in losses.items()
+        },
+        "kv": "full",
+        "exit": None,
+        "routing": None,
+        "seed": config.train.seed,
+        "commit": commit(),
+        "seconds": time.perf_counter() - start,
+        "bigram_entropy": bigram_entropy(split) if split.vocab_size <= 1024 else None,
+    }
+
+
+def show_evaluation(report: dict[str, Any]) -> None:
+    data = report["data"]
+    table = Table(title=f"{report['run']} at step {report['step']} on {data['path']} ({report['windows']} windows)")
+    for column in ("depth", "loss (nats)", "perplexity", "bits per byte", "MFLOPs per token"):
+        table.add_column(column, justify="right")
+    for k, row in report["depths"].items():
+        numbers = f"{row['loss']:.4f}", f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.4f}"
+        table.add_row(k, *numbers, f"{row['flops_per_token'] / 1e6:.2f}")
+    console.print(table)
+    if report["bigram_entropy"] is not None:
+        console.print(f"bigram entropy of this text: {report['bigram_entropy']:.4f} nats")
+
+
+def generation_report(
+    run: Path, prompt: str, *, device: str = "auto", stream: Callable[[str], None] | None = None, **options: Any
+) -> dict[str, Any]:
+    """The JSON document of `grt generate`; `stream` is given the prompt and then the text as it comes."""
+    model, config = load_model(run, resolve_device(device))
+    tokenizer = get_tokenizer(config.data.tokenizer)
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
+    if stream:
+        stream(prompt)
+    tokens: list[int] = []
+    shown, start = "", time.perf_counter()
+    for token in generate(model, ids, stop=tokenizer.eot, **options):
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if stream and not text.endswith("\ufffd"):  # a character whose last bytes are still to come
+            stream(text[len(shown) :])
+            shown = text
+    seconds = time.perf_counter() - start
+    text = tokenizer.decode(tokens)
+    if stream:
+        stream(text[len(shown) :])
+    depth = check_depth(model, options.get("depth")).steps
+    return {
+        "prompt": prompt,
+        "text": text,
+        "tokens": tokens,
+        "finish_reason": "length" if len(tokens) == options["max_new_tokens"] else "stop",
+        "depths": [depth] * len(tokens),
+        "mean_depth": float(depth),
+        "tokens_per_s": len(tokens) / seconds,
+    }
+
+
+def show_run(out: Path) -> None:
+    """After training: loss at each depth on the validation text, a sample (kept in sample.txt), where the curve is."""
+    config = load(out / "config.json")
+    report = evaluation_report(out, limit=4 * config.train.eval_windows, dtype="auto")
+    show_evaluation(report)
+    text = generation_report(out, "", temperature=0.8, top_k=0, top_p=1.0, seed=1337, max_new_tokens=400)["text"]
+    replace_file(out / "sample.txt", text)
+    console.print("a sample (temperature 0.8):", style="bold")
+    console.print(text, markup=False)
+    console.print(f"curve: {out / 'curve.png'}   metrics: {out / 'metrics.jsonl'}   sample: {out / 'sample.txt'}")
+
+
+def info_report(what: str) -> dict[str, Any]:
+    """The JSON document of `grt info` for a preset or a run: closed forms of grt/model/cost.py."""
+    path = Path(what)
+    if what in PRESETS:
+        config = preset(what)
+    elif path.is_dir() and not (path / "config.json").exists() and (path / "manifest.json").exists():
+        config = find_checkpoint(path)[1]
+    elif path.is_dir():
+        config = load(path / "config.json")
+    else:
+        config = preset(what)  # names the nearest preset
+    with torch.device("meta"):
+        model = build_model(config.model)
+    R, context = config.model.blocks.R, config.model.context
+    mean = depth_sampler(config.model, config.train.depth).mean
+    return {
+        "name": config.name,
+        "layout": config.model.layout,
+        "method": config.model.method_name,
+        "parameters": cost.parameters(model),
+        "flops_per_token": {
+            "paper": cost.paper_flops(config.model, context),
+            "executed": cost.executed_flops(model, R, context),
+            "head": cost.head_flops(config.model),
+            "train_mean": cost.forward_flops(model, mean, context),
+        },
+        "kv_bytes_per_token": cost.kv_bytes_per_token(config.model),
+        "decode_memory_bytes": cost.decode_memory(model),
+        "block_executions": config.model.blocks.n_executions(),
+    }
+
+
+def show_info(report: dict[str, Any]) -> None:
+    table = Table(title=f"{report['name']}: {report['method']} {report['layout']}", show_header=False)
+    rows = [(f"parameters, {k.replace('_', ' ')}", f"{v:,}") for k, v in report["parameters"].items()]
+    rows += [("block executions", str(report["block_executions"]))]
+    rows += [(f"MFLOPs per token, {k.replace('_', ' ')}", f"{v / 1e6:,.2f}") for k, v in report["flops_per_token"].items()]
+    rows += [(f"KV bytes per token, {k}", f"{v:,}") for k, v in report["kv_bytes_per_token"].items()]
+    for strategy, by_batch in report["decode_memory_bytes"].items():
+        for batch, size in by_batch.items():
+            rows.append((f"decode memory, {strategy}, batch {batch} (bf16, full context)", f"{size / 2**20:,.1f} MiB"))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def show_list(folder: Path) -> None:
+    """Presets, methods and the runs below `folder` with how far each got."""
+    table = Table(title="presets")
+    for column in ("name", "method", "layout", "width", "context", "steps", "tokens"):
+        table.add_column(column)
+    for name in PRESETS:
+        c = preset(name)
+        tokens = f"{c.train.steps * c.train.tokens_per_step / 1e6:,.0f} M"
+        table.add_row(name, c.model.method_name, c.model.layout, str(c.model.d_model), str(c.model.context),
+                      f"{c.train.steps:,}", tokens)  # fmt: skip
+    console.print(table)
+    console.print(f"methods: dense (a layout without a core), {', '.join(METHODS)}")
+    runs = sorted(p.parent for p in folder.rglob("config.json") if (p.parent / "metrics.jsonl").exists())
+    if not runs:
+        console.print(f"no runs under {folder}")
+        return
+    table = Table(title=f"runs under {folder}")
+    for column in ("run", "name", "method", "layout", "step", "validation loss", "config"):
+        table.add_column(column)
+    for run in runs:
+        table.add_row(*_run_row(run))
+    console.print(table)
+
+
+def _run_row(run: Path) -> list[str]:
+    try:
+        config = load(run / "config.json")
+    except ConfigError as error:
+        return [str(run), "", "", "", "", "", str(error)]
+    rows = read_metrics(run / "metrics.jsonl")
+    steps = [row["step"] for row in rows if row["kind"] == "train"]
+    losses = [row["loss"] for row in rows if row["kind"] == "eval"]
+    return [
+        str(run), config.name, config.model.method_name, config.model.layout,
+        f"{max(steps, default=0):,}/{config.train.steps:,}", f"{losses[-1]:.4f}" if losses else "",
+        config_hash(config)[:12],
+    ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Training: the loop, its optimizer, checkpoints, monitors and logs."""

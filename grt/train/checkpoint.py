@@ -1,0 +1,250 @@
+"""Checkpoints that survive kill -9, a full disk and a flipped bit.
+
+    RUN/checkpoints/step-00000300/{model.safetensors, optimizer.safetensors, state.json, manifest.json}
+    RUN/checkpoints/latest, best          (text: a folder's name)
+
+A checkpoint is written to a temporary folder, fsynced and renamed, so its name appears only when it is whole; the
+manifest holds the sha256 of every file. Weights are safetensors, the rest JSON: nothing is ever unpickled.
+A model folder (models/grt-nano) is a checkpoint without optimizer, beside its config.json.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+import zstandard
+from torch import Tensor
+
+from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.methods import build_model
+from grt.model.recurrent import RecurrentDepthModel
+
+FORMAT = 1
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be used: one sentence that names the file."""
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write and fsync: when this returns, the bytes are on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Put `text` into `path` so that a reader, or a crash, sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write_file(temporary, text.encode())
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def write_folder(folder: Path, files: dict[str, bytes], hash_: str, step: int) -> None:
+    """Write `files` and their manifest as one folder that appears whole or not at all."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for name, data in files.items():
+            write_file(temporary / name, data)
+        entries = {n: {"sha256": hashlib.sha256(d).hexdigest(), "bytes": len(d)} for n, d in files.items()}
+        manifest = {"format": FORMAT, "config_hash": hash_, "step": step, "files": entries}
+        write_file(temporary / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+        fsync_folder(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+        fsync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        entries = manifest["files"]
+        if manifest["format"] != FORMAT or not isinstance(manifest["step"], int) or "model" not in str(list(entries)):
+            raise ValueError
+        for entry in entries.values():
+            entry["sha256"], entry["bytes"]
+        return manifest
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: this is not a whole checkpoint, use another.") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is damaged: use another checkpoint.") from None
+
+
+def verify(folder: Path, hash_: str) -> dict[str, Any]:
+    """The manifest of a sound checkpoint of the config with this hash (CheckpointError names what is wrong)."""
+    manifest = read_manifest(folder)
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: use another checkpoint.")
+        if path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes where its manifest says {entry['bytes']}: use another checkpoint."
+            )
+        if sha256(path) != entry["sha256"]:
+            raise CheckpointError(f"{path} does not match the sha256 in its manifest: use another checkpoint.")
+    if manifest["config_hash"] != hash_:
+        raise CheckpointError(f"{folder / 'manifest.json'} belongs to another config than the run's: use another folder.")
+    return manifest
+
+
+def read_tensors(path: Path, expected: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or .safetensors.zst file, with exactly the expected names and shapes."""
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".zst":
+            data = zstandard.ZstdDecompressor().decompress(data)
+        tensors = safetensors.torch.load(data)
+    except (OSError, safetensors.SafetensorError, zstandard.ZstdError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint.") from None
+    if expected is not None:
+        for what, names in (("lacks", expected.keys() - tensors), ("has unknown", tensors.keys() - expected.keys())):
+            if names:
+                raise CheckpointError(f"{path} {what} tensor {min(names)}: it belongs to another model.")
+        for name, tensor in tensors.items():
+            if tensor.shape != expected[name].shape:
+                shapes = f"{tuple(tensor.shape)}, the model wants {tuple(expected[name].shape)}"
+                raise CheckpointError(f"{path}: tensor {name} has shape {shapes}: it belongs to another model.")
+    return tensors
+
+
+def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments under the parameters' names."""
+    names = {p: n for n, p in model.named_parameters()}
+    return {
+        f"{names[p]}.{key}": state[key].detach().cpu()
+        for p, state in optimizer.state.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def restore_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], step: int
+) -> None:
+    for name, p in model.named_parameters():
+        moments = {key: tensors[f"{name}.{key}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, run: Path, hash_: str, keep: int) -> None:
+        self.folder, self.hash, self.keep = run / "checkpoints", hash_, keep
+
+    def save(
+        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], best: bool
+    ) -> None:
+        """Write the checkpoint of `step`, point `latest` (and `best`) to it, and drop those that are not kept."""
+        files = {
+            "model.safetensors": safetensors.torch.save({k: v.cpu().contiguous() for k, v in model.state_dict().items()}),
+            "optimizer.safetensors": safetensors.torch.save(optimizer_tensors(model, optimizer)),
+            "state.json": (json.dumps(state) + "\n").encode(),
+        }
+        write_folder(self.folder / step_name(step), files, self.hash, step)
+        replace_file(self.folder / "latest", step_name(step) + "\n")
+        if best:
+            replace_file(self.folder / "best", step_name(step) + "\n")
+        self.rotate()
+
+    def rotate(self) -> None:
+        for leftover in self.folder.glob(".*.tmp"):  # of a writer that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        best = self.pointer("best")
+        for folder in self.newest_first()[self.keep :]:
+            if folder.name != best:
+                shutil.rmtree(folder)
+
+    def pointer(self, name: str) -> str | None:
+        try:
+            return (self.folder / name).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def newest_first(self) -> list[Path]:
+        return sorted((p for p in self.folder.glob("step-*") if p.is_dir()), reverse=True)
+
+    def newest_sound(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint that verifies, and why each newer one does not."""
+        skipped = []
+        for folder in self.newest_first():
+            try:
+                verify(folder, self.hash)
+                return folder, skipped
+            except CheckpointError as error:
+                skipped.append(str(error))
+        return None, skipped
+
+
+def weights_file(folder: Path) -> Path:
+    """The weights of a checkpoint or model folder: plain safetensors, or compressed."""
+    plain = folder / "model.safetensors"
+    return plain if plain.exists() else folder / "model.safetensors.zst"
+
+
+def find_checkpoint(path: Path, which: str = "latest") -> tuple[Path, RunConfig]:
+    """The sound checkpoint that a run, a checkpoint or a model folder stands for, and its config."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist: give a run's folder, one of its checkpoints or a model folder.")
+    if (path / "manifest.json").exists():
+        own = path / "config.json"
+        config = load(own if own.exists() else path.parent.parent / "config.json")
+        verify(path, config_hash(config))
+        return path, config
+    config = load(path / "config.json")
+    checkpoints = Checkpoints(path, config_hash(config), keep=1)
+    name = checkpoints.pointer(which)
+    if name is not None and (checkpoints.folder / name).is_dir() and which == "best":
+        verify(checkpoints.folder / name, checkpoints.hash)
+        return checkpoints.folder / name, config
+    folder, skipped = checkpoints.newest_sound()
+    if folder is None:
+        raise CheckpointError(skipped[0] if skipped else f"{path} holds no checkpoint yet: train it first.")
+    return folder, config
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu") -> tuple[RecurrentDepthModel, RunConfig]:
+    """The trained model of a run, checkpoint or model folder, in fp32 and evaluation mode, with its config.
+
+    Raises CheckpointError (a ValueError) naming the file when something is missing, damaged or of another config.
+    """
+    folder, config = find_checkpoint(Path(path))
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(config.model)
+    tensors = read_tensors(weights_file(folder), model.state_dict())
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    return model.to(device).eval(), config

@@ -1,0 +1,81 @@
+"""The folder of a run: whose it is, and the two files that say what was run and where."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import grt
+from grt.config import ConfigError, RunConfig, config_hash, dump, identity, load
+from grt.model.precision import hardware
+from grt.train.checkpoint import replace_file
+
+
+def claim(out: Path, config: RunConfig, resume: bool) -> None:
+    """Make the folder of a new run, or find the one to resume; ConfigError where that would touch another run."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file: give --out a folder.")
+    if (out / "config.json").exists():
+        there = load(out / "config.json")
+        if config_hash(there) != config_hash(config):
+            raise ConfigError(
+                f"{out} holds another run ({there.name}: {difference(there, config)}): give --out a new folder."
+            )
+        if not resume:
+            raise ConfigError(f"{out} already holds this run: add --resume to go on, or give --out a new folder.")
+    elif out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty and holds no run: give --out a new folder.")
+    elif resume:
+        raise ConfigError(f"{out} holds no run to resume: leave --resume out.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made ({error.strerror}): give --out a folder that can be written.") from None
+
+
+def difference(a: RunConfig, b: RunConfig) -> str:
+    """The first setting in which two configs differ, for a sentence."""
+    for section in ("model", "data", "optim", "train"):
+        theirs, ours = getattr(a, section), getattr(b, section)
+        for name in sorted(identity(theirs).keys() | identity(ours).keys()):
+            if getattr(theirs, name) != getattr(ours, name):
+                return f"{section}.{name} {getattr(theirs, name)} there, {getattr(ours, name)} here"
+    return "the same settings"
+
+
+def environment(device: torch.device, state: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """What decides a run beside its config: code, versions, hardware, precision, text."""
+    return {
+        "grt": grt.__version__,
+        "commit": commit(),
+        "command": shlex.join(["grt", *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        **hardware(device),
+        "dtype": state["dtype"],
+        "peak_flops": state["peak"],
+        "peak_source": state["peak_source"],
+        "data": {"corpus_sha256": data["corpus_sha256"], **{k: v["sha256"] for k, v in data["splits"].items()}},
+    }
+
+
+def write_headers(out: Path, config: RunConfig, environment: dict[str, Any]) -> None:
+    """env.json first: a folder counts as a run from the moment it has a config.json."""
+    replace_file(out / "env.json", json.dumps(environment, indent=2) + "\n")
+    replace_file(out / "config.json", dump(config))
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package runs from, if it is one."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,274 @@
+"""The training loop: optimizer steps of A slots, validations, checkpoints, and ways to end.
+
+One step is A slots of S sequences. A slot's windows, depth and noise are functions of (seed, step, slot) alone, so a
+resumed run repeats the interrupted one bit for bit, and evaluating changes nothing.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from grt.config import ConfigError, RunConfig, config_hash
+from grt.data.loader import Split, batch, bigram_entropy
+from grt.data.prepare import Prepared, load_prepared, prepare
+from grt.evals.loss import Evaluation, evaluate
+from grt.methods import build_model, depth_sampler
+from grt.model.context import LoopContext
+from grt.model.cost import forward_flops
+from grt.model.precision import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
+from grt.model.recurrent import Loss
+from grt.train.checkpoint import Checkpoints, read_tensors, restore_optimizer
+from grt.train.diagnose import NonFiniteError, first_offender
+from grt.train.folder import claim, environment, write_headers
+from grt.train.interrupt import Interrupt
+from grt.train.log import Display, MetricsLog, forget_after
+from grt.train.monitor import monitor, warnings_for
+from grt.train.optim import learning_rate, make_optimizer
+from grt.train.plots import draw_curve
+
+
+def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:
+    """Seed of the global generator at the start of a slot (weights are drawn as step -1)."""
+    return int.from_bytes(hashlib.sha256(f"slot/{seed}/{step}/{slot}/{rank}".encode()).digest()[:7], "big")
+
+
+def open_data(config: RunConfig, progress: bool = False) -> Prepared:
+    """The prepared folder that config.data names, or its text, prepared now and cached."""
+    path = Path(config.data.path)
+    if (path / "meta.json").exists():
+        data = load_prepared(path)
+    else:
+        data = prepare(
+            config.data.path,
+            tokenizer=config.data.tokenizer,
+            val_fraction=config.data.val_fraction,
+            progress=progress,
+        )
+    if data.tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{data.folder} has tokens up to {data.tokenizer.vocab_size}, model.vocab_size is "
+            f"{config.model.vocab_size}: set --model.vocab-size {data.tokenizer.vocab_size}."
+        )
+    return data
+
+
+@dataclass
+class State:
+    """What a checkpoint keeps beside weights and moments (state.json)."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best_loss: float | None = None
+    dtype: str = ""
+    peak: float = 0.0
+    peak_source: str = ""
+
+
+class Trainer:
+    """One run, from its config to its last checkpoint. `out` is its folder."""
+
+    def __init__(self, config: RunConfig, out: Path, *, resume: bool = False, progress: bool = True) -> None:
+        self.config, self.out, self.progress = config, Path(out), progress
+        self.hash = config_hash(config)
+        claim(self.out, config, resume)
+        if config.train.threads:
+            torch.set_num_threads(config.train.threads)
+        self.device = resolve_device(config.train.device)
+        self.data = open_data(config, progress)
+        self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
+        torch.manual_seed(slot_seed(config.train.seed, -1, 0))
+        self.model = build_model(config.model).to(self.device).train()
+        self.optimizer = make_optimizer(self.model, config.optim)
+        self.sampler = depth_sampler(config.model, config.train.depth)
+        self.checkpoints = Checkpoints(self.out, self.hash, config.train.keep)
+        self.state = State()
+        self.saved_step = -1
+        skipped = self._restore() if resume else []
+        self._choose_precision()
+        forget_after(self.out / "metrics.jsonl", self.state.step)
+        if not resume:
+            write_headers(self.out, config, environment(self.device, vars(self.state), self.data.meta))
+        self.log = MetricsLog(self.out / "metrics.jsonl")
+        if resume:
+            self.log.write("event", self.state.step, event="resume", skipped=skipped)
+        self.last_eval: Evaluation | None = None
+
+    def _restore(self) -> list[str]:
+        """Load the newest sound checkpoint; returns why each newer one was skipped."""
+        folder, skipped = self.checkpoints.newest_sound()
+        for reason in skipped:
+            print(f"skipped a checkpoint: {reason}", file=sys.stderr)
+        if folder is None:
+            print(f"{self.out} has no sound checkpoint: starting from step 0", file=sys.stderr)
+            return skipped
+        self.state = State(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
+        self.model.load_state_dict(read_tensors(folder / "model.safetensors", self.model.state_dict()))
+        moments = read_tensors(folder / "optimizer.safetensors")
+        restore_optimizer(self.model, self.optimizer, moments, self.state.step)
+        self.saved_step = self.state.step
+        print(f"resuming from {folder}", file=sys.stderr)
+        return skipped
+
+    def _choose_precision(self) -> None:
+        width = self.config.model.d_model
+        # A measured choice could fall differently on the next start: a resumed run keeps the first one's.
+        self.dtype = resolve_dtype(self.state.dtype or self.config.train.dtype, self.device, width)
+        if not self.state.dtype:
+            self.state.dtype = dtype_name(self.dtype)
+            self.state.peak, self.state.peak_source = peak_flops(self.device, self.dtype)
+
+    def run(self, max_seconds: float | None = None) -> int:
+        """Train to the last step, or to a signal or time limit; returns the exit code (0, 130 or 143).
+
+        Raises NonFiniteError where the loss or a gradient is not finite.
+        """
+        config = self.config.train
+        display = Display(config.steps, self.state.step)
+        self._say_start(display)
+        try:
+            with Interrupt(max_seconds) as interrupt:
+                while self.state.step < config.steps:
+                    row = self.optimizer_step()
+                    display.update(self.state.step, row["loss"], row["tokens_per_s"], row["mfu"])
+                    last = self.state.step == config.steps
+                    code = interrupt.exit_code
+                    improved = (last or self.state.step % config.eval_every == 0) and self.validate(display)
+                    if last or improved or code is not None or self.state.step % config.checkpoint_every == 0:
+                        self.save(improved)
+                    if code is not None and not last:
+                        what = interrupt.signal.name if interrupt.signal else "max-time"
+                        self.log.write("event", self.state.step, event="signal", signal=what)
+                        display.say(f"{what}: saved step {self.state.step}; go on with --resume")
+                        return code
+            return 0
+        finally:
+            display.close()
+            self.log.close()
+
+    def _say_start(self, display: Display) -> None:
+        model, split = self.config.model, self.val_split
+        n = sum(p.numel() for p in self.model.parameters())
+        display.say(
+            f"{self.config.name}: {model.method_name} {model.layout}, {n:,} parameters, {self.state.dtype} on "
+            f"{self.device.type} ({torch.get_num_threads()} threads); peak {self.state.peak / 1e9:,.0f} GFLOP/s "
+            f"({self.state.peak_source})"
+        )
+        bigrams = f"; bigram entropy {bigram_entropy(split):.4f} nats" if split.vocab_size <= 1024 else ""
+        display.say(
+            f"data: {self.train_split.n_tokens:,} tokens to train on, {split.n_tokens:,} to validate on{bigrams}; "
+            f"sha256 {self.data.meta['corpus_sha256'][:12]}"
+        )
+
+    def optimizer_step(self) -> dict[str, Any]:
+        """Accumulate A slots, clip, update; returns the row it logged."""
+        start, config, step = time.perf_counter(), self.config, self.state.step
+        rate = learning_rate(config.optim, step, config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        total, lm, depths = 0.0, 0.0, []
+        for slot in range(config.n_slots):
+            depth = self.sampler(config.train.seed, step, slot)
+            loss = self.slot_loss(step, slot)
+            (loss.total / config.n_slots).backward()
+            depths.append(depth.steps)
+            total += loss.total.item() / config.n_slots
+            lm += loss.lm.item() / config.n_slots
+            if not np.isfinite(total):
+                self._stop_non_finite("loss", slot)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.grad_clip).item()
+        if not np.isfinite(norm):
+            self._stop_non_finite("gradient", config.n_slots - 1)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - start
+        self.state.step += 1
+        self.state.seconds += seconds
+        tokens = config.train.tokens_per_step
+        flops = 3 * forward_flops(self.model, float(np.mean(depths)), config.model.context) * tokens
+        row = {
+            "tokens": self.state.step * tokens, "loss": total, "loss_lm": lm, "aux": total - lm, "lr": rate,
+            "grad_norm": norm, "depth": depths, "tokens_per_s": tokens / seconds,
+            "mfu": flops / seconds / self.state.peak, "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
+        }  # fmt: skip
+        self.log.write("train", self.state.step, **row)
+        return row
+
+    def slot_loss(self, step: int, slot: int, ctx: LoopContext | None = None) -> Loss:
+        """Forward pass of one slot: its windows, depth and noise depend on (seed, step, slot) only."""
+        config = self.config
+        rows = range(config.train.batch_size)
+        ids, targets = batch(
+            self.train_split, seed=config.train.seed, step=step, slot=slot, rows=rows, context=config.model.context
+        )
+        torch.manual_seed(slot_seed(config.train.seed, step, slot))
+        with autocast(self.device, self.dtype):
+            depth = self.sampler(config.train.seed, step, slot)
+            return self.model.loss(ids.to(self.device), targets.to(self.device), depth, ctx)
+
+    def _stop_non_finite(self, what: str, slot: int) -> None:
+        step = self.state.step
+        depth = self.sampler(self.config.train.seed, step, slot).steps
+        offender = first_offender(self.model, lambda ctx: self.slot_loss(step, slot, ctx))
+        self.log.write("event", step, event="nonfinite", what=what, depth=depth, module=offender)
+        raise NonFiniteError(
+            f"the {what} is not finite at step {step + 1} (depth {depth}), first in {offender}: the last checkpoint is "
+            "untouched; try a smaller --optim.lr or --train.dtype fp32."
+        )
+
+    def _peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def validate(self, display: Display) -> bool:
+        """Validation loss at every depth, and the monitors; True where full depth is the best so far."""
+        config, step, R = self.config, self.state.step, self.config.model.blocks.R
+        result = evaluate(
+            self.model, self.val_split, limit=config.train.eval_windows, batch_size=config.train.batch_size,
+            dtype=self.dtype,
+        )  # fmt: skip
+        self.last_eval, losses = result, result.loss_by_depth
+        self.log.write(
+            "eval", step, split="val", tokens=result.tokens, loss=losses[R],
+            loss_by_depth={str(k): loss for k, loss in losses.items()}, bits_per_byte=result.bits_per_byte(R),
+        )  # fmt: skip
+        depths = "  ".join(f"{k}: {loss:.4f}" for k, loss in losses.items()) if R else ""
+        display.say(f"step {step}  validation loss {losses[R]:.4f}" + (f"  by depth  {depths}" if R else ""))
+        if R:
+            ids, _ = batch(self.val_split, seed=0, step=0, slot=0, rows=range(4), context=config.model.context)
+            warnings = warnings_for(losses)
+            self.log.write("monitor", step, warnings=warnings, **monitor(self.model, ids.to(self.device), self.dtype))
+            for warning in warnings:
+                display.say(f"warning: {warning}")
+        best = self.state.best_loss
+        improved = best is None or losses[R] < best
+        if improved:
+            self.state.best_loss = losses[R]
+        return improved
+
+    def save(self, best: bool = False) -> None:
+        if self.saved_step == self.state.step:
+            return
+        self.checkpoints.save(self.state.step, self.model, self.optimizer, vars(self.state), best)
+        self.saved_step = self.state.step
+        self.log.write("event", self.state.step, event="save")
+        draw_curve([self.out], self.out / "curve.png")
+
+
+def train(
+    config: RunConfig, out: str | Path, *, resume: bool = False, max_seconds: float | None = None, progress: bool = True
+) -> int:
+    """Train `config` into the folder `out`; returns 0, or 130 and 143 after a signal (a checkpoint is saved).
+
+    Raises ConfigError for settings that cannot work, NonFiniteError when the loss blows up.
+    """
+    return Trainer(config, Path(out), resume=resume, progress=progress).run(max_seconds)

@@ -1,0 +1,28 @@
+"""AdamW as the paper's recipe sets it (sec:experiments), and its learning-rate schedule."""
+
+import math
+
+import torch
+from torch import nn
+
+from grt.config import OptimConfig
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices (two dimensions or more) only."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Rate of optimizer step `step` (0-based) of `steps`: linear warm-up, then a cosine to min_lr_ratio x lr."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    low = config.lr * config.min_lr_ratio
+    return low + 0.5 * (config.lr - low) * (1 + math.cos(math.pi * progress))
