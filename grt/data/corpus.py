@@ -123,8 +123,7 @@ def _package_folder(name: str) -> Path:
     # For a top-level name find_spec only looks; importing sympy would take seconds.
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        pin = BUILTIN_VERSIONS[name]
-        raise ValueError(f"The builtin corpus reads the source of {name}, which is not installed: install {name}=={pin}.")
+        raise ValueError(f"The builtin corpus needs {name}'s source: install {name}=={BUILTIN_VERSIONS[name]}.")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -133,7 +132,8 @@ def _python_sources(roots: dict[str, Path], left_out: Iterable[str]) -> tuple[tu
 
     Only hashes are kept: the text is read again, a file at a time, by `Corpus.documents`.
     """
-    paths = {f"{root}/{p.relative_to(folder).as_posix()}": p for root, folder in roots.items() for p in folder.rglob("*.py")}
+    found = ((root, folder, path) for root, folder in roots.items() for path in folder.rglob("*.py"))
+    paths = {f"{root}/{path.relative_to(folder).as_posix()}": path for root, folder, path in found}
     by_content: dict[str, tuple[str, Path]] = {}
     for name in sorted(paths):
         if name.startswith(tuple(left_out)) or "__pycache__" in name:

@@ -1,4 +1,4 @@
-"""Token shards -> training and evaluation windows. Nothing here has a state: what a batch holds follows from its arguments.
+"""Token shards -> training and evaluation windows. Nothing here has a state: a batch follows from its arguments.
 
 S rows a slot, T = context tokens a row. Windows may span documents; end-of-text tells them apart.
 """
@@ -92,7 +92,7 @@ def windows(
 def check_ids(ids: np.ndarray, vocab_size: int, where: Path | str) -> None:
     """Raises ValueError for ids beyond the vocabulary, which an embedding would read out of bounds."""
     if ids.size and (largest := int(ids.max())) >= vocab_size:
-        raise ValueError(f"{where} holds token id {largest}, beyond its vocabulary of {vocab_size}: prepare the data again.")
+        raise ValueError(f"{where} holds id {largest}, beyond its vocabulary of {vocab_size}: prepare the data again.")
 
 
 def bigram_entropy(split: Split) -> float:

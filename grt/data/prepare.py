@@ -15,7 +15,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,7 @@ class Prepared:
         """The tokenizer that wrote the ids. Raises ValueError when the one of that name has changed since."""
         tokenizer = get_tokenizer(self.meta["tokenizer"]["name"])
         if tokenizer.sha256 != self.meta["tokenizer"]["sha256"]:
-            raise ValueError(f"{self.folder} was written by another tokenizer called {tokenizer.name}: prepare it again.")
+            raise ValueError(f"{self.folder} was written by another {tokenizer.name} tokenizer: prepare it again.")
         return tokenizer
 
 
@@ -132,19 +132,20 @@ def load_prepared(folder: Path, verify: bool = True) -> Prepared:
 class _Survey:
     """What the first pass learns: the corpus's hash, and how the documents fall by theirs."""
 
-    sha256: str
-    documents: int
-    val_documents: int
+    sha256: str = ""
+    documents: int = 0
+    val_documents: int = 0
 
 
 def _survey(corpus: Corpus, val_fraction: float) -> _Survey:
-    whole, documents, val_documents = CorpusHash(), 0, 0
+    survey, whole = _Survey(), CorpusHash()
     for document in corpus.documents():
         data = document.text.encode()
         whole.add(data)
-        documents += 1
-        val_documents += _is_val(data, val_fraction)
-    return _Survey(whole.hexdigest(), documents, val_documents)
+        survey.documents += 1
+        survey.val_documents += _is_val(data, val_fraction)
+    survey.sha256 = whole.hexdigest()
+    return survey
 
 
 def _is_val(text_bytes: bytes, val_fraction: float) -> bool:
@@ -162,9 +163,9 @@ def _split_rule(survey: _Survey, val_fraction: float) -> dict:
 def _parts(corpus: Corpus, survey: _Survey, rule: dict, progress: bool) -> Iterator[tuple[str, str]]:
     """(split, text) in the order of the documents. Raises ValueError if the corpus is no longer what was surveyed."""
     whole = CorpusHash()
-    hidden = not (progress and sys.stderr.isatty())
-    console = Console(stderr=True)
-    documents = track(corpus.documents(), corpus.name, survey.documents, console=console, disable=hidden, transient=True)
+    documents = corpus.documents()
+    if progress and sys.stderr.isatty():
+        documents = track(documents, corpus.name, survey.documents, console=Console(stderr=True), transient=True)
     for document in documents:
         data = document.text.encode()
         whole.add(data)
@@ -173,7 +174,7 @@ def _parts(corpus: Corpus, survey: _Survey, rule: dict, progress: bool) -> Itera
         else:
             yield SPLITS[_is_val(data, rule["val_fraction"])], document.text
     if whole.hexdigest() != survey.sha256:
-        raise ValueError(f"The files of {corpus.name} changed while they were read: prepare again once they are at rest.")
+        raise ValueError(f"The files of {corpus.name} changed while they were read: prepare them again.")
 
 
 def _cut(document: Document, tail: float) -> Iterator[tuple[str, str]]:
@@ -189,49 +190,45 @@ def _cut(document: Document, tail: float) -> Iterator[tuple[str, str]]:
 # Writing
 
 
-@dataclass
 class _Writer:
     """Appends ids to the shards of one split; the hashes are taken on the way."""
 
-    folder: Path
-    name: str
-    dtype: str
-    shard_tokens: int
-    documents: int = 0
-    bytes: int = 0
-    shards: list[dict] = field(default_factory=list)
-
-    def __post_init__(self):
-        self._file, self._shard_sha256, self._sha256 = None, None, hashlib.sha256()
+    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int):
+        self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.documents = self.bytes = 0
+        self.sha256, self.shards = hashlib.sha256(), []
+        self.file = None  # of the last shard, until that is full
 
     def add(self, ids: np.ndarray, n_bytes: int) -> None:
         self.documents += 1
         self.bytes += n_bytes
         while len(ids):
-            if self._file is None:
+            if self.file is None:
                 self.shards.append({"file": f"{self.name}-{len(self.shards):05}.bin", "tokens": 0})
-                self._file, self._shard_sha256 = open(self.folder / self.shards[-1]["file"], "wb"), hashlib.sha256()
-            piece, ids = np.split(ids, [self.shard_tokens - self.shards[-1]["tokens"]])
-            data = piece.astype(np.dtype(self.dtype).newbyteorder("<")).tobytes()
-            self._file.write(data)
-            self._shard_sha256.update(data)
-            self._sha256.update(data)
-            self.shards[-1]["tokens"] += len(piece)
-            if self.shards[-1]["tokens"] == self.shard_tokens:
+                self.file, self.shard_sha256 = open(self.folder / self.shards[-1]["file"], "wb"), hashlib.sha256()
+            shard = self.shards[-1]
+            piece, ids = np.split(ids, [self.shard_tokens - shard["tokens"]])
+            data = piece.astype(self.dtype).tobytes()
+            self.file.write(data)
+            self.sha256.update(data)
+            self.shard_sha256.update(data)
+            shard["tokens"] += len(piece)
+            shard["sha256"] = self.shard_sha256.hexdigest()
+            if shard["tokens"] == self.shard_tokens:
                 self.finish_shard()
 
     def finish_shard(self) -> None:
-        if self._file is not None:
-            self.shards[-1]["sha256"] = self._shard_sha256.hexdigest()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            self.file = None
 
     def entry(self) -> dict:
+        """The split's part of meta.json."""
         self.finish_shard()
-        tokens = sum(shard["tokens"] for shard in self.shards)
-        sha256 = self._sha256.hexdigest()
+        tokens, sha256 = sum(shard["tokens"] for shard in self.shards), self.sha256.hexdigest()
         return dict(documents=self.documents, tokens=tokens, bytes=self.bytes, sha256=sha256, shards=self.shards)
 
 
@@ -283,7 +280,8 @@ def _dtype(tok: Tokenizer) -> str:
 
 
 def _key(corpus_sha256: str, tokenizer_sha256: str, val_fraction: float) -> str:
-    return hashlib.sha256(json.dumps([FORMAT, corpus_sha256, tokenizer_sha256, float(val_fraction)]).encode()).hexdigest()
+    identity = [FORMAT, corpus_sha256, tokenizer_sha256, float(val_fraction)]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
 def _cached(corpus_name: str, tokenizer_name: str, key: str) -> Path:
@@ -334,16 +332,18 @@ def _check_shard(path: Path, shard: dict, dtype: str, vocab_size: int, verify: b
     if verify:
         sha256, ids = hashlib.sha256(), np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")
         for start in range(0, len(ids), BLOCK):
-            sha256.update(ids[start : start + BLOCK])
+            sha256.update(ids[start : start + BLOCK].tobytes())
             check_ids(ids[start : start + BLOCK], vocab_size, path)
         if sha256.hexdigest() != shard["sha256"]:
             raise ValueError(f"{path} differs from the sha256 in meta.json: prepare the data again.")
 
 
 def _report(prepared: Prepared) -> None:
-    splits = prepared.meta["splits"]
-    counts = ", ".join(f"{name} {splits[name]['documents']} documents {splits[name]['tokens']} tokens" for name in SPLITS)
-    _say(f"{prepared.meta['source']}: {counts}, sha256 {prepared.meta['corpus_sha256']}, in {prepared.folder}")
+    meta = prepared.meta
+    counts = (
+        f"{name} {entry['documents']} documents, {entry['tokens']} tokens" for name, entry in meta["splits"].items()
+    )
+    _say(f"{meta['source']}: {'; '.join(counts)}; corpus sha256 {meta['corpus_sha256']}; in {prepared.folder}")
 
 
 def _say(line: str) -> None:
