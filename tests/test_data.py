@@ -1,0 +1,459 @@
+"""Corpora, prepared folders and windows: what is promised about splits, damage, kills, bounds and ranks."""
+
+import hashlib
+import json
+import math
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grt.data import corpus as corpus_module
+from grt.data import prepare as prepare_module
+from grt.data import shards as shards_module
+from grt.data.corpus import BUILTIN_SHA256, BUILTIN_VERSIONS, Corpus, open_corpus
+from grt.data.loader import Split, batch, bigram_entropy, check_ids, n_windows, windows
+from grt.data.prepare import cache_folder, load_prepared, prepare
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Every test has a cache of its own."""
+    monkeypatch.setenv("GRT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder of 60 documents, enough for a split by hash at 20 %."""
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for i in range(60):
+        (folder / ("deep" if i % 2 else ".") / f"{i:02}.txt").write_text(f"document {i}\n" * (i + 1))
+    return folder
+
+
+def make_split(tmp_path: Path, ids: list[int], shard: int = 10**9, vocab_size: int = 257) -> Split:
+    """A split over given ids, cut into shards of `shard` tokens."""
+    shards = []
+    for n, start in enumerate(range(0, len(ids), shard)):
+        piece = np.array(ids[start : start + shard], "<u2")
+        (tmp_path / f"val-{n:05}.bin").write_bytes(piece.tobytes())
+        shards.append({"file": f"val-{n:05}.bin", "tokens": len(piece)})
+    entry = {"documents": 1, "tokens": len(ids), "bytes": len(ids), "sha256": "", "shards": shards}
+    return Split("val", tmp_path, entry, "uint16", vocab_size)
+
+
+# Corpora
+
+
+def test_folder_is_read_in_the_order_of_relative_paths(texts):
+    names = [document.name for document in open_corpus(texts).documents()]
+    assert len(names) == 60 and names == sorted(names) and "deep/01.txt" in names
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("missing.txt", None, "No file or folder .*missing.txt"),
+        ("page.html", b"text", "page.html is not a .txt file"),
+        ("empty.txt", b"", "empty.txt is empty"),
+        ("latin.txt", "caf\xe9 noir".encode("latin-1"), "latin.txt is not UTF-8 at byte 3"),
+        ("cut.txt", "caf\xe9".encode()[:-1], "cut.txt is not UTF-8 at byte 3"),
+        ("wide.txt", "ab".encode("utf-16-le"), "wide.txt is a binary file .byte 1 is NUL"),
+    ],
+)
+def test_bad_files_are_named_in_one_sentence(tmp_path, name, data, message):
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message) as error:
+        prepare(tmp_path / name)
+    assert "\n" not in str(error.value)
+    assert not cache_folder().exists() or not list((cache_folder() / "data").iterdir())
+
+
+def test_bad_folders(tmp_path):
+    with pytest.raises(ValueError, match="holds no .txt file"):
+        open_corpus(tmp_path)
+    (tmp_path / "nothing.txt").touch()
+    with pytest.raises(ValueError, match="are empty"):
+        open_corpus(tmp_path)
+
+
+def test_document_boundaries_enter_the_corpus_hash(tmp_path):
+    hashes = set()
+    for n, parts in enumerate((["ab", "c"], ["a", "bc"], ["abc"])):
+        (tmp_path / str(n)).mkdir()
+        for i, part in enumerate(parts):
+            (tmp_path / str(n) / f"{i}.txt").write_text(part)
+        hashes.add(prepare(tmp_path / str(n), val_fraction=1.0).meta["corpus_sha256"])
+    assert len(hashes) == 3
+
+
+def test_python_sources_leave_out_small_copied_and_unreadable_files(tmp_path):
+    long = b"x = 1\n" * 200
+    files = {
+        "a.py": long,
+        "b_copy.py": long,
+        "c_crlf.py": long.replace(b"\n", b"\r\n"),  # the Windows wheel's copy of the same file
+        "d_small.py": b"x = 1\n",
+        "e_latin.py": long + b"\xe9",
+        "f_other.py": long + b"y = 2\n",
+        "site-packages/g.py": long + b"z = 3\n",
+    }
+    (tmp_path / "site-packages").mkdir()
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    found = corpus_module._python_sources({"p": tmp_path}, ("p/site-packages/",))
+    assert {name for name, _ in found} == {"p/a.py", "p/f_other.py"}
+    texts = [d.text for d in Corpus("p", (("c", tmp_path / "c_crlf.py"),), crlf_as_lf=True).documents()]
+    assert texts == [long.decode()]
+
+
+def test_stdlib_is_there_without_installed_packages():
+    files = open_corpus("stdlib").files
+    assert len(files) > 200
+    assert not any("site-packages" in name or "__pycache__" in name for name, _ in files)
+
+
+def test_builtin_has_the_expected_size_and_hash(capfd):
+    prepared = prepare("builtin")  # a mismatch would warn, and warnings are errors
+    splits = prepared.meta["splits"]
+    assert 35e6 < sum(split["bytes"] for split in splits.values()) < 50e6
+    assert 0.01 < splits["val"]["documents"] / splits["train"]["documents"] < 0.03
+    for split in splits.values():
+        assert split["tokens"] == split["bytes"] + split["documents"]
+    assert all(version(name) == pin for name, pin in BUILTIN_VERSIONS.items()), "the constraints file pins these"
+    assert prepared.meta["corpus_sha256"] == BUILTIN_SHA256
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and BUILTIN_SHA256 in err
+    assert 2.0 < bigram_entropy(prepared.split("val")) < 3.0  # Python source: far from uniform, ln 257 = 5.55
+
+
+def test_an_unexpected_builtin_is_a_warning_with_versions(texts, monkeypatch):
+    unexpected = Corpus("builtin", open_corpus(texts).files, BUILTIN_SHA256)
+    monkeypatch.setattr(prepare_module, "open_corpus", lambda source: unexpected)
+    with pytest.warns(UserWarning, match=r"builtin corpus differs .*sympy .* \(pinned 1.14.0\)"):
+        prepare("builtin", val_fraction=0.2)
+
+
+def test_importing_the_package_and_finding_builtin_import_nothing_heavy():
+    look = "import sys, grt.data, grt.data.corpus; grt.data.corpus.open_corpus('builtin')"
+    code = f"{look}; print({{'torch', 'sympy', 'numpy'}} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+# Preparing
+
+
+def test_tokens_are_the_documents_each_with_end_of_text(texts):
+    prepared = prepare(texts, val_fraction=0.2, shard_tokens=1000)
+    written = {}
+    for name, entry in prepared.meta["splits"].items():
+        raw = b"".join((prepared.folder / shard["file"]).read_bytes() for shard in entry["shards"])
+        assert hashlib.sha256(raw).hexdigest() == entry["sha256"]
+        assert [shard["tokens"] for shard in entry["shards"][:-1]] == [1000] * (len(entry["shards"]) - 1)
+        ids = np.frombuffer(raw, "<u2")
+        assert np.array_equal(prepared.split(name).read(0, entry["tokens"]), ids)
+        documents = [prepared.tokenizer.decode(part) for part in np.split(ids, np.flatnonzero(ids == 256) + 1)]
+        assert documents.pop() == "" and len(documents) == entry["documents"]
+        assert sum(map(len, documents)) == entry["bytes"]
+        written[name] = documents
+    assert sorted(written["train"] + written["val"]) == sorted(path.read_text() for path in texts.rglob("*.txt"))
+    assert len(prepared.meta["splits"]["train"]["shards"]) > 1
+
+
+def test_adding_a_document_moves_no_other(texts):
+    before = prepare(texts, val_fraction=0.2).meta
+    for i in range(100):  # the first addition that goes to training
+        (texts / "zz.txt").write_text(f"another {i}")
+        after = prepare(texts, val_fraction=0.2).meta
+        if after["splits"]["train"]["documents"] > before["splits"]["train"]["documents"]:
+            break
+    assert after["split_rule"]["by"] == before["split_rule"]["by"] == "document hash"
+    assert after["splits"]["val"] == before["splits"]["val"]
+    assert after["corpus_sha256"] != before["corpus_sha256"]
+
+
+def test_one_file_is_cut_near_its_end_at_a_line(tmp_path, capsys):
+    lines = [f"line {i}\n" for i in range(1000)]
+    (tmp_path / "one.txt").write_text("".join(lines))
+    prepared = prepare(tmp_path / "one.txt", val_fraction=0.1)
+    assert prepared.meta["split_rule"] == {"by": "tail of each document", "val_fraction": 0.1, "tail": 0.1}
+    assert "the last 10% of each is validation text" in capsys.readouterr().err
+    train, val = (prepared.split(name) for name in ("train", "val"))
+    head, tail = (prepared.tokenizer.decode(split.read(0, split.n_tokens)) for split in (train, val))
+    assert head + tail == "".join(lines)
+    assert head.endswith("\n") and 0.1 <= len(tail) / len(head + tail) < 0.16
+
+
+@pytest.mark.parametrize(("fraction", "share"), [(0.0001, 0.01), (0.9, 0.5)])
+def test_the_tail_is_bounded_and_needs_no_newline(tmp_path, fraction, share):
+    (tmp_path / "one.txt").write_text("\u00e9" * 1000)
+    splits = prepare(tmp_path / "one.txt", val_fraction=fraction).meta["splits"]
+    assert splits["val"]["bytes"] == 2000 * share and splits["train"]["bytes"] == 2000 * (1 - share)
+
+
+def test_fraction_one_puts_everything_into_validation(tmp_path):
+    (tmp_path / "one.txt").write_text("all of it <|endoftext|>")
+    prepared = prepare(tmp_path / "one.txt", val_fraction=1.0)
+    val = prepared.split("val")
+    assert prepared.tokenizer.decode(val.read(0, val.n_tokens)) == "all of it <|endoftext|>"
+    assert list(val.read(0, val.n_tokens)).count(256) == 1
+    assert prepared.split("train").n_tokens == 0 and load_prepared(prepared.folder) == prepared
+    with pytest.raises(ValueError, match="train split in .* has 0 tokens but a window needs 2"):
+        batch(prepared.split("train"), seed=0, step=0, slot=0, rows=range(1), context=1)
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.5, math.nan])
+def test_impossible_fractions(texts, fraction):
+    with pytest.raises(ValueError, match="val_fraction is .*: give a share"):
+        prepare(texts, val_fraction=fraction)
+
+
+def test_an_intact_preparation_is_used_again(texts, cache, monkeypatch):
+    first = prepare(texts, val_fraction=0.2)
+    assert first.folder.parent == cache / "data" and first.folder.name.startswith("texts-bytes-")
+    monkeypatch.setattr(prepare_module, "write_prepared", None)
+    assert prepare(texts, val_fraction=0.2) == first
+    with pytest.raises(TypeError):  # another fraction is another preparation
+        prepare(texts, val_fraction=0.3)
+
+
+def flip_a_byte(path: Path):
+    data = bytearray(path.read_bytes())
+    data[6] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path):
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def raise_an_id(path: Path):
+    ids = np.frombuffer(path.read_bytes(), "<u2").copy()
+    ids[3] = 300
+    path.write_bytes(ids.tobytes())
+
+
+DAMAGE = [
+    (flip_a_byte, "train-00000.bin", "train-00000.bin differs from the sha256"),
+    (truncate, "train-00000.bin", "train-00000.bin has .* bytes instead of"),
+    (Path.unlink, "val-00000.bin", "val-00000.bin is missing"),
+    (raise_an_id, "val-00000.bin", "val-00000.bin holds id 300, beyond its vocabulary of 257"),
+    (truncate, "meta.json", "meta.json is not JSON"),
+    (lambda path: path.write_text('{"format": 99}'), "meta.json", "meta.json is not in format 1"),
+]
+
+
+@pytest.mark.parametrize(("damage", "file", "message"), DAMAGE)
+def test_damage_is_named_and_repaired(texts, damage, file, message):
+    first = prepare(texts, val_fraction=0.2)
+    damage(first.folder / file)
+    with pytest.raises(ValueError, match=message):
+        load_prepared(first.folder)
+    with pytest.warns(UserWarning, match=f"is damaged: .*{message}"):
+        assert prepare(texts, val_fraction=0.2) == first
+    assert load_prepared(first.folder) == first
+    assert [path.name for path in first.folder.parent.iterdir()] == [first.folder.name]
+
+
+def test_without_a_terminal_progress_is_one_line(texts, capfd):
+    prepare(texts, val_fraction=0.2, progress=True)
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and "train" in err and "documents" in err
+
+
+def test_a_folder_without_meta_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="meta.json is missing, so .* is no prepared folder"):
+        load_prepared(tmp_path)
+
+
+def run_in_processes(code: str, *arguments, n: int) -> list[int]:
+    """Exit codes of n processes that run the code at once; each finds `arguments` in sys.argv[1:]."""
+    command = [
+        sys.executable,
+        "-c",
+        f"import os, signal, sys\nfrom grt.data import prepare, shards\n{code}",
+        *arguments,
+    ]
+    processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(n)]
+    return [process.wait() for process in processes]
+
+
+def test_a_kill_before_the_rename_leaves_nothing_that_counts(texts, cache):
+    kill = "shards._install = lambda partial, folder: os.kill(os.getpid(), signal.SIGKILL)"
+    code = f"{kill}\nprepare.prepare(sys.argv[1], val_fraction=0.2)"
+    assert run_in_processes(code, str(texts), n=1) == [-signal.SIGKILL]
+    (left,) = (cache / "data").iterdir()
+    assert left.name.endswith(".partial") and (left / "meta.json").exists()
+    prepared = prepare(texts, val_fraction=0.2)  # and no warning: nothing looked like a preparation
+    assert load_prepared(prepared.folder) == prepared
+
+
+def test_processes_that_prepare_at_once_agree(texts, cache):
+    assert run_in_processes("prepare.prepare(sys.argv[1], val_fraction=0.2)", str(texts), n=2) == [0] * 2
+    (folder,) = (cache / "data").iterdir()
+    assert load_prepared(folder) == prepare(texts, val_fraction=0.2)
+
+
+def test_the_loser_of_a_race_takes_the_winners_folder(texts, tmp_path):
+    winner = prepare(texts, val_fraction=0.2)
+    stamp = (winner.folder / "meta.json").stat().st_ino
+    (tmp_path / "partial").mkdir()
+    assert shards_module._install(tmp_path / "partial", winner.folder) == winner
+    assert (winner.folder / "meta.json").stat().st_ino == stamp
+
+
+def test_an_error_while_writing_leaves_no_trace(texts, cache, monkeypatch):
+    def refuse(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards_module, "_install", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(texts)
+    assert list((cache / "data").iterdir()) == []
+
+
+def test_files_that_change_between_the_passes_are_noticed(texts, monkeypatch):
+    survey = prepare_module._survey
+
+    def survey_then_change(*arguments):
+        found = survey(*arguments)
+        (texts / "00.txt").write_text("changed")
+        return found
+
+    monkeypatch.setattr(prepare_module, "_survey", survey_then_change)
+    with pytest.raises(ValueError, match="texts changed while they were read"):
+        prepare(texts, val_fraction=0.2)
+
+
+def test_out_is_made_reused_repaired_and_never_overwritten(texts, tmp_path, cache):
+    out = tmp_path / "out"
+    made = prepare(texts, val_fraction=0.2, out=out)
+    assert made.folder == out and made.meta == prepare(texts, val_fraction=0.2).meta
+    inode = (out / "meta.json").stat().st_ino
+    assert prepare(texts, val_fraction=0.2, out=out) == made and (out / "meta.json").stat().st_ino == inode
+    truncate(out / "val-00000.bin")
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert prepare(texts, val_fraction=0.2, out=out) == made
+    with pytest.raises(ValueError, match="out holds something else"):
+        prepare(texts, val_fraction=0.3, out=out)
+    (out / "notes.md").write_text("mine")
+    truncate(out / "val-00000.bin")
+    with pytest.raises(ValueError, match="out holds something else"):
+        prepare(texts, val_fraction=0.2, out=out)
+    assert (out / "notes.md").read_text() == "mine"
+    with pytest.raises(ValueError, match="00.txt holds something else"):
+        prepare(texts, val_fraction=0.2, out=texts / "00.txt")
+
+
+def test_a_changed_tokenizer_is_refused(texts):
+    prepared = prepare(texts)
+    meta = json.loads(json.dumps(prepared.meta))
+    meta["tokenizer"]["sha256"] = "0" * 64
+    (prepared.folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="written by another bytes tokenizer"):
+        _ = load_prepared(prepared.folder).tokenizer
+
+
+def test_unknown_split(texts):
+    with pytest.raises(ValueError, match="No split 'test' in .*: choose from train, val"):
+        prepare(texts).split("test")
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("GRT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_folder() == Path("/xdg/grt")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "grt"
+
+
+# Windows
+
+
+@pytest.mark.parametrize("shard", [1, 3, 7, 100])
+def test_reads_cross_shards(tmp_path, shard):
+    ids = list(range(20))
+    split = make_split(tmp_path, ids, shard)
+    for start in range(21):
+        for length in range(21 - start):
+            got = split.read(start, length)
+            assert got.dtype == np.int64 and got.tolist() == ids[start : start + length]
+
+
+def test_exactly_one_window_works_and_one_token_less_is_refused(tmp_path):
+    split = make_split(tmp_path, list(range(9)))
+    for step in range(20):
+        ids, targets = batch(split, seed=0, step=step, slot=0, rows=range(2), context=8)
+        assert ids.tolist() == [list(range(8))] * 2 and targets.tolist() == [list(range(1, 9))] * 2
+    assert [t.tolist() for _, t in windows(split, 8, None, 4)] == [[list(range(1, 9))]]
+    message = "val split in .* has 9 tokens but a window needs 10"
+    with pytest.raises(ValueError, match=message):
+        batch(split, seed=0, step=0, slot=0, rows=range(2), context=9)
+    with pytest.raises(ValueError, match=message):
+        n_windows(split, 9)
+
+
+def test_every_start_is_drawn(tmp_path):
+    split = make_split(tmp_path, list(range(12)))
+    ids, targets = batch(split, seed=1, step=0, slot=0, rows=range(400), context=8)
+    assert set(ids[:, 0].tolist()) == {0, 1, 2, 3} and targets.max() == 11
+    assert ids.dtype == targets.dtype == torch.int64 and ids.is_contiguous() and targets.is_contiguous()
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
+
+
+def test_batches_are_pure_and_ranks_divide_them(tmp_path):
+    split = make_split(tmp_path, [i % 257 for i in range(20000)], 1500)
+    here = dict(seed=3, step=5, slot=1, context=16)
+    whole = batch(split, rows=range(8), **here)
+    batch(split, seed=0, step=0, slot=0, rows=range(3), context=16)
+    np.random.seed(0)
+    ranks = [batch(split, rows=range(k * 2, k * 2 + 2), **here) for k in range(4)]
+    for one, parts in zip(whole, zip(*ranks, strict=True), strict=True):
+        assert torch.equal(one, torch.cat(parts))
+    assert len({tuple(row) for row in whole[0].tolist()}) == 8
+    for change in ("seed", "step", "slot"):
+        assert not torch.equal(whole[0], batch(split, rows=range(8), **here | {change: here[change] + 1})[0])
+
+
+def test_offsets_never_change_between_versions(tmp_path):
+    split = make_split(tmp_path, list(range(257)))
+    ids, _ = batch(split, seed=0, step=0, slot=0, rows=range(4), context=1)
+    assert ids[:, 0].tolist() == [19, 122, 21, 142]  # a change would break exact resume of old runs
+
+
+@pytest.mark.parametrize("n", [9, 16, 17, 24, 25, 33])
+def test_windows_tile_the_split(tmp_path, n):
+    split = make_split(tmp_path, list(range(n)), shard=5)
+    assert n_windows(split, 8) == (n - 1) // 8
+    batches = list(windows(split, 8, None, 2))
+    assert [len(ids) for ids, _ in batches][:-1] == [2] * (len(batches) - 1)
+    ids, targets = (torch.cat(part).flatten().tolist() for part in zip(*batches, strict=True))
+    assert ids == list(range(len(ids))) and targets == list(range(1, len(ids) + 1))
+    assert len(ids) == 8 * ((n - 1) // 8)
+    assert sum(len(ids) for ids, _ in windows(split, 8, 2, 16)) == n_windows(split, 8, 2) == min(2, (n - 1) // 8)
+
+
+def test_check_ids():
+    check_ids(np.array([0, 256]), 257, "here")
+    with pytest.raises(ValueError, match="here holds id 257, beyond its vocabulary of 257"):
+        check_ids(np.array([257]), 257, "here")
+
+
+def test_bigram_entropy(tmp_path, monkeypatch):
+    assert bigram_entropy(make_split(tmp_path, [1, 2] * 50)) == 0.0
+    monkeypatch.setattr("grt.data.loader.BLOCK", 7)  # pairs across blocks must count
+    ids = np.random.default_rng(0).integers(0, 4, 1000).tolist()
+    pairs = list(zip(ids, ids[1:], strict=False))
+    naive = -sum(math.log(pairs.count(pair) / ids[:-1].count(pair[0])) for pair in pairs) / len(pairs)
+    assert bigram_entropy(make_split(tmp_path, ids)) == pytest.approx(naive, rel=1e-12)
+    with pytest.raises(ValueError, match="up to 1024, not 1025"):
+        bigram_entropy(make_split(tmp_path, ids, vocab_size=1025))
