@@ -1,0 +1,294 @@
+"""The rules of the code base that a syntax tree can show: who imports whom, sizes, and no branch on a method's name.
+
+Each check takes the path of a file under the repository's root and its source, and returns its complaints.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 50
+
+BASE = {"config", "presets", "model", "methods"}
+SIBLINGS = {"data", "evals", "infer", "train", "hf", "vllm", "analysis", "bench"}
+
+# part of grt -> the parts that it may import, itself aside; a new part is added here or it is refused.
+MAY_IMPORT: dict[str, set[str]] = {
+    "config": set(),
+    "presets": {"config"},
+    "model": {"config"},
+    "methods": {"config", "model"},
+    "data": BASE,
+    "infer": BASE,
+    "evals": BASE | {"data"},
+    "analysis": BASE | {"data"},
+    "train": BASE | {"data", "evals"},
+    "hf": BASE | {"infer"},
+    "vllm": BASE | {"infer"},
+    "bench": BASE | {"infer", "train", "data", "evals"},
+    "paper": BASE | SIBLINGS,
+    "cli": BASE | SIBLINGS | {"paper", "__init__"},
+    "__main__": {"cli"},
+    "__init__": BASE | SIBLINGS | {"paper", "cli"},
+}
+
+# `import grt` and `grt --help` must answer at once: what these files load at once, outside of any function.
+EAGER = {"__init__": {"config", "presets"}, "cli": BASE | SIBLINGS | {"paper", "__init__"}}
+
+# package -> the files and folders that may import it
+HOMES = {"matplotlib": ("grt/train/log.py", "grt/train/plots.py", "grt/analysis/", "grt/paper/", "grt/bench/")}
+
+Check = Callable[[str, str], list[str]]
+
+
+def part_of(module: str) -> str:
+    """The part of grt that holds a module: grt.model.block -> model, grt -> __init__."""
+    return [*module.split("."), "__init__"][1]
+
+
+def part_of_file(path: str) -> str:
+    return part_of(path.removesuffix(".py").replace("/", "."))
+
+
+def imported(node: ast.AST, path: str) -> list[str]:
+    """Absolute names of the modules that one node imports; `from grt import x` counts as grt.x where x is a part."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = node.module or ""
+        if node.level:
+            package = path.split("/")[: -node.level]
+            module = ".".join([*package, module]).rstrip(".")
+        if module == "grt":
+            return [f"grt.{alias.name}" if alias.name in MAY_IMPORT else "grt" for alias in node.names]
+        return [module]
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in {"import_module", "__import__"}:
+            return [str(node.args[0].value)]
+    return []
+
+
+def imports(nodes: Iterable[ast.AST], path: str) -> Iterator[tuple[int, str]]:
+    for node in nodes:
+        for module in imported(node, path):
+            yield getattr(node, "lineno", 0), module
+
+
+def walk_eager(node: ast.AST) -> Iterator[ast.AST]:
+    """Like ast.walk, without what importing the file does not run: function bodies and `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            continue
+        yield child
+        yield from walk_eager(child)
+
+
+def check_direction(path: str, source: str) -> list[str]:
+    part = part_of_file(path)
+    if part not in MAY_IMPORT:
+        return [f"{path}: '{part}' is in no layer; add it to MAY_IMPORT"]
+    return [
+        f"{path}:{line}: {part} may not import {module}"
+        for line, module in imports(ast.walk(ast.parse(source)), path)
+        if module.split(".")[0] == "grt" and part_of(module) not in MAY_IMPORT[part] | {part}
+    ]
+
+
+def check_eager(path: str, source: str) -> list[str]:
+    part = part_of_file(path)
+    if part not in EAGER:
+        return []
+    complaints = []
+    for line, module in imports(walk_eager(ast.parse(source)), path):
+        top = module.split(".")[0]
+        if top == "torch" or (top == "grt" and part_of(module) not in EAGER[part] | {part}):
+            complaints.append(f"{path}:{line}: {module} must be imported inside the function that needs it")
+    return complaints
+
+
+def check_homes(path: str, source: str) -> list[str]:
+    complaints = []
+    for line, module in imports(ast.walk(ast.parse(source)), path):
+        homes = HOMES.get(module.split(".")[0])
+        if homes and not path.startswith(homes):
+            complaints.append(f"{path}:{line}: {module} is imported only in {', '.join(homes)}")
+    return complaints
+
+
+def check_size(path: str, source: str) -> list[str]:
+    tree = ast.parse(source)
+    if re.search(r"\bLong:\s+\w+(\W+\w+){2}", ast.get_docstring(tree) or ""):  # a reason has three words at least
+        return []
+    complaints = []
+    n_lines = len(source.splitlines())
+    if n_lines > MAX_FILE_LINES:
+        complaints.append(f"{path}: {n_lines} lines, more than {MAX_FILE_LINES}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            n_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if n_lines > MAX_FUNCTION_LINES:
+                complaints.append(f"{path}:{node.lineno}: {node.name} has {n_lines} lines, over {MAX_FUNCTION_LINES}")
+    return complaints
+
+
+def is_method(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Name) and node.id == "method") or (
+        isinstance(node, ast.Attribute) and node.attr == "method"
+    )
+
+
+def check_no_branch_on_method(path: str, source: str) -> list[str]:
+    """Comparing with a name, a literal list of names, or match: all three are `if method ==`."""
+    complaints = []
+    for node in ast.walk(ast.parse(source)):
+        found = isinstance(node, ast.Match) and is_method(node.subject)
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            equality = any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops)
+            listed = any(isinstance(side, ast.Tuple | ast.List | ast.Set) for side in sides)
+            found = any(map(is_method, sides)) and (equality or listed)
+        if found:
+            complaints.append(
+                f"{path}:{getattr(node, 'lineno', 0)}: what differs between methods belongs into their files"
+            )
+    return complaints
+
+
+def check_no_utils(path: str, source: str) -> list[str]:
+    return [f"{path}: name the file after what it holds"] if re.search(r"(^|/)utils(\.py$|/)", path) else []
+
+
+CHECKS = [check_direction, check_eager, check_homes, check_size, check_no_branch_on_method, check_no_utils]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_grt_keeps_the_rule(check: Check) -> None:
+    files = sorted((ROOT / "grt").rglob("*.py"))
+    complaints = [line for file in files for line in check(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_no_utils_beside_grt() -> None:
+    files = [file for folder in ("tests", "dev") for file in (ROOT / folder).rglob("*.py")]
+    complaints = [line for file in files for line in check_no_utils(file.relative_to(ROOT).as_posix(), "")]
+    assert files and not complaints, "\n".join(complaints)
+
+
+def test_the_table_has_no_cycle() -> None:
+    graph = {part: allowed - {"__init__"} for part, allowed in MAY_IMPORT.items()}
+    order = list(TopologicalSorter(graph).static_order())
+    assert order[0] == "config" and set(order) == set(MAY_IMPORT)
+    assert not any("methods" in MAY_IMPORT[part] for part in ("config", "presets", "model"))
+
+
+def function(n_lines: int, keyword: str = "def") -> str:
+    return f'{keyword} f():\n    """Doc."""\n' + "    x = 1\n" * (n_lines - 2)
+
+
+WRONG: list[tuple[Check, str, str]] = [
+    (check_direction, "grt/config.py", "from grt.model.block import Block"),
+    (check_direction, "grt/presets.py", "import grt.model"),
+    (check_direction, "grt/model/recurrent.py", "from grt.methods import METHODS"),
+    (check_direction, "grt/model/recurrent.py", "from grt.presets import DEMO"),
+    (check_direction, "grt/model/recurrent.py", "from ..methods.grt import GRT"),
+    (check_direction, "grt/model/recurrent.py", "from .. import methods"),
+    (check_direction, "grt/model/recurrent.py", "from grt import model, methods"),
+    (check_direction, "grt/model/__init__.py", "from ..methods import METHODS"),
+    (check_direction, "grt/model/recurrent.py", "def f():\n    import grt.methods.mor"),
+    (check_direction, "grt/model/recurrent.py", "import importlib\nimportlib.import_module('grt.methods.mor')"),
+    (check_direction, "grt/model/recurrent.py", "if TYPE_CHECKING:\n    from grt.methods import METHODS"),
+    (check_direction, "grt/methods/grt.py", "from grt.data.loader import Loader"),
+    (check_direction, "grt/methods/grt.py", "from grt import RecurrentDepthModel"),
+    (check_direction, "grt/data/loader.py", "from grt.train.loop import train"),
+    (check_direction, "grt/data/loader.py", "from grt.evals.loss import evaluate"),
+    (check_direction, "grt/evals/loss.py", "from grt.infer.generate import generate"),
+    (check_direction, "grt/evals/loss.py", "from grt.train import loop"),
+    (check_direction, "grt/infer/generate.py", "from grt.data.tokenizer import Tokenizer"),
+    (check_direction, "grt/train/loop.py", "from grt.infer.generate import generate"),
+    (check_direction, "grt/hf/model.py", "from grt.data.tokenizer import Tokenizer"),
+    (check_direction, "grt/vllm/plugin.py", "from grt.hf.model import Model"),
+    (check_direction, "grt/analysis/trace.py", "from grt.train.checkpoint import load"),
+    (check_direction, "grt/bench/training.py", "from grt.analysis.trace import trace"),
+    (check_direction, "grt/bench/training.py", "from grt.paper import table1"),
+    (check_direction, "grt/paper/table1.py", "from grt.cli import main"),
+    (check_direction, "grt/helpers.py", "x = 1"),
+    (check_eager, "grt/__init__.py", "from grt.model.recurrent import RecurrentDepthModel"),
+    (check_eager, "grt/__init__.py", "from .train import loop"),
+    (check_eager, "grt/__init__.py", "try:\n    import torch.nn\nexcept ImportError:\n    pass"),
+    (check_eager, "grt/cli.py", "from torch import nn"),
+    (check_homes, "grt/model/block.py", "import matplotlib.pyplot as plt"),
+    (check_homes, "grt/train/loop.py", "def f():\n    from matplotlib import pyplot"),
+    (check_homes, "grt/analysis.py", "import matplotlib"),
+    (check_size, "grt/config.py", "x = 1\n" * 301),
+    (check_size, "grt/config.py", '"""Long: because."""\n' + "x = 1\n" * 300),
+    (check_size, "grt/config.py", "# Long: a comment is not the docstring\n" + "x = 1\n" * 300),
+    (check_size, "grt/config.py", function(51)),
+    (check_size, "grt/config.py", function(51, "async def")),
+    (check_size, "grt/config.py", "class A:\n    def f(self):\n" + "        x = 1\n" * 50),
+    (check_no_branch_on_method, "grt/train/loop.py", "if method == 'grt':\n    pass"),
+    (check_no_branch_on_method, "grt/train/loop.py", "x = 1 if config.method == 'grt' else 2"),
+    (check_no_branch_on_method, "grt/train/loop.py", "if 'grt' != run.model.method:\n    pass"),
+    (check_no_branch_on_method, "grt/train/loop.py", "if method in ('grt', 'mor'):\n    pass"),
+    (check_no_branch_on_method, "grt/train/loop.py", "match config.method:\n    case 'grt':\n        pass"),
+    (check_no_utils, "grt/utils.py", ""),
+    (check_no_utils, "grt/model/utils.py", ""),
+    (check_no_utils, "grt/utils/text.py", ""),
+]
+
+RIGHT: list[tuple[Check, str, str]] = [
+    (check_direction, "grt/config.py", "import dataclasses\nfrom grtools import methods"),
+    (check_direction, "grt/presets.py", "from grt.config import RunConfig"),
+    (check_direction, "grt/model/recurrent.py", "from . import block\nfrom ..config import ModelConfig"),
+    (check_direction, "grt/methods/grt.py", "from grt.model.recurrent import UpdateRule"),
+    (check_direction, "grt/train/loop.py", "from grt import data, evals, methods, presets"),
+    (check_direction, "grt/vllm/plugin.py", "import vllm\nfrom grt.infer.generate import generate"),
+    (
+        check_direction,
+        "grt/bench/training.py",
+        "from grt.train.loop import train\nimport grt.data, grt.evals",
+    ),
+    (check_direction, "grt/paper/table1.py", "import grt.train, grt.bench, grt.presets, grt.analysis"),
+    (check_direction, "grt/cli.py", "import grt\nfrom grt.paper import table1"),
+    (check_direction, "grt/__init__.py", "def __getattr__(name):\n    from grt.model.recurrent import Model"),
+    (check_eager, "grt/__init__.py", "from grt.config import RunConfig\ndef f():\n    import torch"),
+    (check_eager, "grt/__init__.py", "if TYPE_CHECKING:\n    from grt.model.recurrent import Model"),
+    (check_eager, "grt/cli.py", "def train():\n    import torch\n    from grt.train import loop"),
+    (check_eager, "grt/model/block.py", "import torch"),
+    (check_homes, "grt/train/log.py", "import matplotlib"),
+    (check_homes, "grt/train/plots.py", "import matplotlib"),
+    (check_homes, "grt/analysis/trace.py", "from matplotlib.figure import Figure"),
+    (check_size, "grt/config.py", "x = 1\n" * 300),
+    (check_size, "grt/config.py", '"""Long: one table, kept whole."""\n' + "x = 1\n" * 301 + function(60)),
+    (check_size, "grt/config.py", "@cache\n@other\n" + function(50)),
+    (check_no_branch_on_method, "grt/train/loop.py", "if config.method not in METHODS:\n    raise ValueError"),
+    (
+        check_no_branch_on_method,
+        "grt/train/loop.py",
+        "if methods == 3 or name == 'method':\n    pass",
+    ),
+    (check_no_utils, "grt/train/distributed.py", ""),
+    (check_no_utils, "grt/reutils.py", ""),
+]
+
+
+@pytest.mark.parametrize(("check", "path", "source"), WRONG)
+def test_wrong_sample_is_rejected(check: Check, path: str, source: str) -> None:
+    assert len(check(path, source)) == 1
+
+
+@pytest.mark.parametrize(("check", "path", "source"), RIGHT)
+def test_right_sample_is_accepted(check: Check, path: str, source: str) -> None:
+    assert check(path, source) == []
+
+
+def test_every_check_has_a_wrong_and_a_right_sample() -> None:
+    assert {check for check, _, _ in WRONG} == {check for check, _, _ in RIGHT} == set(CHECKS)
