@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,9 @@ def run_train(arguments: list[str]) -> int:
 
 def starting_config(arguments: list[str]) -> tuple[RunConfig, list[str]]:
     """The config that options are applied to: a preset, a --config file, or the one of the run to resume."""
-    arguments = [part for a in arguments for part in (a.split("=", 1) if a.startswith(("--config=", "--out=")) else [a])]
+    arguments = [
+        part for a in arguments for part in (a.split("=", 1) if a.startswith(("--config=", "--out=")) else [a])
+    ]
     if arguments and not arguments[0].startswith("-"):
         return preset(arguments[0]), arguments[1:]
     for option in ("--config", "--out"):
@@ -179,7 +182,9 @@ def run_generate(arguments: list[str]) -> int:
     command = parse(Generate, arguments, "generate")
     from grt.report import generation_report
 
-    options = {key: getattr(command, key) for key in ("depth", "temperature", "top_k", "top_p", "seed", "max_new_tokens")}
+    options = {
+        key: getattr(command, key) for key in ("depth", "temperature", "top_k", "top_p", "seed", "max_new_tokens")
+    }
     stream = None if command.json else lambda text: print(text, end="", flush=True)
     report = generation_report(command.run, command.prompt, device=command.device, stream=stream, **options)
     print(json.dumps(report) if command.json else "")
@@ -265,6 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(f"grt {grt.__version__}")
         return 0
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         if name not in COMMANDS:
             import difflib
@@ -281,6 +287,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"grt: {' '.join(str(error).split())}", file=sys.stderr)
         return code
+    except KeyboardInterrupt:
+        return 130
 
 
 def exit_code(error: Exception) -> int | None:
@@ -288,4 +296,4 @@ def exit_code(error: Exception) -> int | None:
     diagnose: Any = sys.modules.get("grt.train.diagnose")
     if diagnose is not None and isinstance(error, diagnose.NonFiniteError):
         return 3
-    return 2 if isinstance(error, ConfigError) else None
+    return 2 if isinstance(error, ConfigError | OSError) else None

@@ -183,7 +183,15 @@ class TrainConfig:
     """Checkpoints to keep besides the best one."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tokens_per_step", "batch_size", "eval_every", "eval_windows", "checkpoint_every", "keep"):
+        for name in (
+            "steps",
+            "tokens_per_step",
+            "batch_size",
+            "eval_every",
+            "eval_windows",
+            "checkpoint_every",
+            "keep",
+        ):
             at_least(f"train.{name}", getattr(self, name), 1)
         at_least("train.threads", self.threads, 0)
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from grt.config import ConfigError
+
 BUILTIN_VERSIONS = {"sympy": "1.14.0", "networkx": "3.6.1", "mpmath": "1.3.0", "numpy": "2.4.6"}
 BUILTIN_SHA256 = "40029e005cc78f4bd82b9ae945bf9b7b12566880ee270e1fb1d3c375c18f0b21"
 MIN_SOURCE_BYTES = 1024
@@ -41,7 +43,7 @@ class Corpus:
     crlf_as_lf: bool = False
 
     def documents(self) -> Iterator[Document]:
-        """Yields the documents in order, holding one at a time. Raises ValueError for a file that is no UTF-8 text."""
+        """Yields the documents in order, holding one at a time. Raises ConfigError for a file that is no UTF-8 text."""
         for name, path in self.files:
             data = path.read_bytes()
             if self.crlf_as_lf:
@@ -66,7 +68,7 @@ class CorpusHash:
 def open_corpus(source: str | Path) -> Corpus:
     """The corpus called `builtin` or `stdlib`, or that of a .txt file or of a folder's .txt files (by relative path).
 
-    A folder of the name `builtin` is reached as `./builtin`. Raises ValueError, in a sentence that names the path, for
+    A folder of the name `builtin` is reached as `./builtin`. Raises ConfigError, in a sentence that names the path, for
     one that is missing, empty or of another kind; what is inside the files is checked as they are read.
     """
     if source == "builtin":
@@ -80,11 +82,11 @@ def open_corpus(source: str | Path) -> Corpus:
     if path.is_dir():
         return _folder(path)
     if not path.exists():
-        raise ValueError(f"No file or folder {path}: give builtin, stdlib, a .txt file or a folder of .txt files.")
+        raise ConfigError(f"No file or folder {path}: give builtin, stdlib, a .txt file or a folder of .txt files.")
     if path.suffix.lower() != ".txt":
-        raise ValueError(f"{path} is not a .txt file: save its text as UTF-8 under a name that ends in .txt.")
+        raise ConfigError(f"{path} is not a .txt file: save its text as UTF-8 under a name that ends in .txt.")
     if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty: give a file that holds text.")
+        raise ConfigError(f"{path} is empty: give a file that holds text.")
     return Corpus(path.stem, ((path.name, path),))
 
 
@@ -103,27 +105,27 @@ def check_expected(corpus: Corpus, sha256: str) -> None:
 def _folder(path: Path) -> Corpus:
     found = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.suffix.lower() == ".txt" and p.is_file()}
     if not found:
-        raise ValueError(f"The folder {path} holds no .txt file: put UTF-8 text files into it, at any depth.")
+        raise ConfigError(f"The folder {path} holds no .txt file: put UTF-8 text files into it, at any depth.")
     files = tuple((name, found[name]) for name in sorted(found) if found[name].stat().st_size)
     if not files:
-        raise ValueError(f"All .txt files in {path} are empty: give files that hold text.")
+        raise ConfigError(f"All .txt files in {path} are empty: give files that hold text.")
     return Corpus(path.resolve().name, files)
 
 
 def _decode(data: bytes, path: Path) -> str:
     if (nul := data.find(0)) >= 0:
-        raise ValueError(f"{path} is a binary file (byte {nul} is NUL): give UTF-8 text.")
+        raise ConfigError(f"{path} is a binary file (byte {nul} is NUL): give UTF-8 text.")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 at byte {error.start}: convert the file to UTF-8.") from None
+        raise ConfigError(f"{path} is not UTF-8 at byte {error.start}: convert the file to UTF-8.") from None
 
 
 def _package_folder(name: str) -> Path:
     # For a top-level name find_spec only looks; importing sympy would take seconds.
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"The builtin corpus needs {name}'s source: install {name}=={BUILTIN_VERSIONS[name]}.")
+        raise ConfigError(f"The builtin corpus needs {name}'s source: install {name}=={BUILTIN_VERSIONS[name]}.")
     return Path(spec.submodule_search_locations[0])
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from grt.config import ConfigError
+
 BLOCK = 1 << 20  # tokens looked at together when a whole split is read
 
 
@@ -29,7 +31,7 @@ class Split:
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens start..start+length-1, int64 (length,), across shard boundaries."""
-        assert 0 <= start and start + length <= self.n_tokens, (start, length, self.n_tokens)
+        assert start >= 0 and start + length <= self.n_tokens, (start, length, self.n_tokens)
         out = np.empty(length, np.int64)
         done = 0
         while done < length:
@@ -41,9 +43,9 @@ class Split:
         return out
 
     def require(self, n_tokens: int) -> None:
-        """Raises ValueError unless the split holds that many tokens."""
+        """Raises ConfigError unless the split holds that many tokens."""
         if self.n_tokens < n_tokens:
-            raise ValueError(
+            raise ConfigError(
                 f"The {self.name} split in {self.folder} has {self.n_tokens} tokens but a window needs {n_tokens} "
                 "(context + 1): give more text or a smaller context."
             )
@@ -55,7 +57,7 @@ def batch(
     """The training windows of these rows of an accumulation slot: (ids, targets), each int64 (len(rows), T).
 
     A row's offset is a pure function of (seed, step, slot, row), so ranks that divide a slot's rows among them draw
-    exactly what one rank would. Raises ValueError when the split is shorter than T + 1 tokens.
+    exactly what one rank would. Raises ConfigError when the split is shorter than T + 1 tokens.
     """
     split.require(context + 1)
     windows = []
@@ -69,7 +71,7 @@ def batch(
 def n_windows(split: Split, context: int, limit: int | None = None) -> int:
     """How many non-overlapping windows of T tokens (and their targets) the split holds, or `limit` if that is fewer.
 
-    Raises ValueError when it holds none.
+    Raises ConfigError when it holds none.
     """
     split.require(context + 1)
     n = (split.n_tokens - 1) // context
@@ -90,19 +92,19 @@ def windows(
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, where: Path | str) -> None:
-    """Raises ValueError for ids beyond the vocabulary, which an embedding would read out of bounds."""
+    """Raises ConfigError for ids beyond the vocabulary, which an embedding would read out of bounds."""
     if ids.size and (largest := int(ids.max())) >= vocab_size:
-        raise ValueError(f"{where} holds id {largest}, beyond its vocabulary of {vocab_size}: prepare the data again.")
+        raise ConfigError(f"{where} holds id {largest}, beyond its vocabulary of {vocab_size}: prepare the data again.")
 
 
 def bigram_entropy(split: Split) -> float:
     """H(x_t | x_{t-1}) in nats per token, from the split's own bigram counts: what a perfect bigram model would reach.
 
-    Raises ValueError for vocabularies above 1024, whose tables would be mostly zeros, and for fewer than two tokens.
+    Raises ConfigError for vocabularies above 1024, whose tables would be mostly zeros, and for fewer than two tokens.
     """
     v = split.vocab_size
     if v > 1024:
-        raise ValueError(f"Bigram entropy is for vocabularies up to 1024, not {v}: use the bytes tokenizer.")
+        raise ConfigError(f"Bigram entropy is for vocabularies up to 1024, not {v}: use the bytes tokenizer.")
     split.require(2)
     counts = np.zeros(v * v, np.int64)
     for start in range(0, split.n_tokens - 1, BLOCK):

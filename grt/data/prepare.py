@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from grt.config import ConfigError
 from grt.data.corpus import Corpus, CorpusHash, Document, check_expected, open_corpus
 from grt.data.shards import FORMAT, SPLITS, Prepared, load_if_intact, load_prepared, read_meta, write_prepared
 from grt.data.tokenizer import get_tokenizer
@@ -46,10 +47,10 @@ def prepare(
 
     Documents go to validation by their hash, so that adding one moves no other; if that leaves a split without a
     document, the end of each document is the validation text (`split_rule` in meta.json says which). 1.0 puts all
-    into validation. Raises ValueError for unreadable text, a fraction outside (0, 1], or an `out` in other use.
+    into validation. Raises ConfigError for unreadable text, a fraction outside (0, 1], or an `out` in other use.
     """
     if not 0 < val_fraction <= 1:
-        raise ValueError(f"val_fraction is {val_fraction}: give a share above 0 and up to 1, such as 0.02.")
+        raise ConfigError(f"val_fraction is {val_fraction}: give a share above 0 and up to 1, such as 0.02.")
     corpus, tok = open_corpus(source), get_tokenizer(tokenizer)
     survey = _survey(corpus, val_fraction)
     check_expected(corpus, survey.sha256)
@@ -108,7 +109,7 @@ def _split_rule(survey: _Survey, val_fraction: float) -> dict:
 
 
 def _parts(corpus: Corpus, survey: _Survey, rule: dict, progress: bool) -> Iterator[tuple[str, str]]:
-    """(split, text) in the order of the documents. Raises ValueError if the corpus is no longer what was surveyed."""
+    """(split, text) in the order of the documents. Raises ConfigError if the corpus is no longer what was surveyed."""
     whole = CorpusHash()
     documents = corpus.documents()
     if progress and sys.stderr.isatty():
@@ -121,7 +122,7 @@ def _parts(corpus: Corpus, survey: _Survey, rule: dict, progress: bool) -> Itera
         else:
             yield SPLITS[_is_val(data, rule["val_fraction"])], document.text
     if whole.hexdigest() != survey.sha256:
-        raise ValueError(f"The files of {corpus.name} changed while they were read: prepare them again.")
+        raise ConfigError(f"The files of {corpus.name} changed while they were read: prepare them again.")
 
 
 def _cut(document: Document, tail: float) -> Iterator[tuple[str, str]]:
@@ -135,8 +136,8 @@ def _cut(document: Document, tail: float) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_other_use(folder: Path, key: str) -> None:
-    """Raises ValueError unless `out` is free, or holds a preparation of the same key and nothing else."""
-    if not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
+    """Raises ConfigError unless `out` is free, or holds a preparation of the same key and nothing else."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
     try:
@@ -145,7 +146,7 @@ def _refuse_other_use(folder: Path, key: str) -> None:
     except ValueError:
         same = False  # without its meta.json nobody can tell what would be overwritten
     if not same:
-        raise ValueError(f"{folder} holds something else than this data: name a new folder or remove it first.")
+        raise ConfigError(f"{folder} holds something else than this data: name a new folder or remove it first.")
 
 
 def _say(line: str) -> None:

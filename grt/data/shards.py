@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grt.config import ConfigError
 from grt.data.loader import BLOCK, Split, check_ids
 from grt.data.tokenizer import Tokenizer, get_tokenizer
 
@@ -33,25 +34,25 @@ class Prepared:
     meta: dict
 
     def split(self, name: str) -> Split:
-        """The split `train` or `val`. Raises ValueError for another name."""
+        """The split `train` or `val`. Raises ConfigError for another name."""
         if name not in self.meta["splits"]:
-            raise ValueError(f"No split {name!r} in {self.folder}: choose from {', '.join(self.meta['splits'])}.")
+            raise ConfigError(f"No split {name!r} in {self.folder}: choose from {', '.join(self.meta['splits'])}.")
         entry, vocab_size = self.meta["splits"][name], self.meta["tokenizer"]["vocab_size"]
         return Split(name, self.folder, entry, self.meta["dtype"], vocab_size)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that wrote the ids. Raises ValueError when the one of that name has changed since."""
+        """The tokenizer that wrote the ids. Raises ConfigError when the one of that name has changed since."""
         tokenizer = get_tokenizer(self.meta["tokenizer"]["name"])
         if tokenizer.sha256 != self.meta["tokenizer"]["sha256"]:
-            raise ValueError(f"{self.folder} was written by another {tokenizer.name} tokenizer: prepare it again.")
+            raise ConfigError(f"{self.folder} was written by another {tokenizer.name} tokenizer: prepare it again.")
         return tokenizer
 
 
 def load_prepared(folder: Path, verify: bool = True) -> Prepared:
     """Opens a prepared folder; `verify` reads every shard once, to compare its sha256 and look for impossible ids.
 
-    Raises ValueError, in a sentence that names the file, for whatever is missing, truncated or altered.
+    Raises ConfigError, in a sentence that names the file, for whatever is missing, truncated or altered.
     """
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
@@ -73,15 +74,15 @@ def load_if_intact(folder: Path) -> Prepared | None:
 
 
 def read_meta(path: Path) -> dict:
-    """meta.json. Raises ValueError where it is missing, no JSON, or of another format."""
+    """meta.json. Raises ConfigError where it is missing, no JSON, or of another format."""
     if not path.exists():
-        raise ValueError(f"{path} is missing, so {path.parent} is no prepared folder: make one with grt prepare.")
+        raise ConfigError(f"{path} is missing, so {path.parent} is no prepared folder: make one with grt prepare.")
     try:
         meta = json.loads(path.read_bytes())
     except ValueError:
-        raise ValueError(f"{path} is not JSON: prepare the data again.") from None
+        raise ConfigError(f"{path} is not JSON: prepare the data again.") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise ValueError(f"{path} is not in format {FORMAT}, which this version reads: prepare the data again.")
+        raise ConfigError(f"{path} is not in format {FORMAT}, which this version reads: prepare the data again.")
     return meta
 
 
@@ -181,9 +182,9 @@ def _install(partial: Path, folder: Path) -> Prepared:
 def _check_shard(path: Path, shard: dict, dtype: str, vocab_size: int, verify: bool) -> None:
     expected = shard["tokens"] * np.dtype(dtype).itemsize
     if not path.exists():
-        raise ValueError(f"{path} is missing: prepare the data again.")
+        raise ConfigError(f"{path} is missing: prepare the data again.")
     if path.stat().st_size != expected:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes instead of {expected}: prepare the data again.")
+        raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {expected}: prepare the data again.")
     if verify:
         sha256, ids = hashlib.sha256(), np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")
         for start in range(0, len(ids), BLOCK):
@@ -191,7 +192,7 @@ def _check_shard(path: Path, shard: dict, dtype: str, vocab_size: int, verify: b
             sha256.update(block.tobytes())
             check_ids(block, vocab_size, path)
         if sha256.hexdigest() != shard["sha256"]:
-            raise ValueError(f"{path} differs from the sha256 in meta.json: prepare the data again.")
+            raise ConfigError(f"{path} differs from the sha256 in meta.json: prepare the data again.")
 
 
 def _sync(file) -> None:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from grt.config import ConfigError
+
 
 class Tokenizer(Protocol):
     """What every tokenizer offers; `sha256` identifies the mapping, whatever file or package it came from."""
@@ -41,7 +43,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; invalid UTF-8 becomes U+FFFD, end-of-text "". Raises ValueError for an id above 256."""
+        """Text of the ids; invalid UTF-8 becomes U+FFFD, end-of-text "". Raises ConfigError for an id above 256."""
         return bytes(i for i in ids if i != self.eot).decode(errors="replace")
 
 
@@ -49,8 +51,8 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": ByteTokenizer}
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name. Raises ValueError for an unknown one."""
+    """The tokenizer of that name. Raises ConfigError for an unknown one."""
     if name not in TOKENIZERS:
         nearest = difflib.get_close_matches(name, TOKENIZERS, n=1, cutoff=0)[0]
-        raise ValueError(f"Unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)} (nearest: {nearest}).")
+        raise ConfigError(f"Unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)} (nearest: {nearest}).")
     return TOKENIZERS[name]()

@@ -46,7 +46,9 @@ def evaluate(
     depths = list(range(R + 1)) if depths is None else sorted(set(depths))
     deepest = max(depths)
     if deepest > R and not model.rule.extrapolates:
-        raise ConfigError(f"depth {deepest} is beyond the {R} steps that {model.config.method} has: choose at most {R}.")
+        raise ConfigError(
+            f"depth {deepest} is beyond the {R} steps that {model.config.method} has: choose at most {R}."
+        )
     context, device = model.config.context, model.device
     count = n_windows(split, context, limit)
     sums = torch.zeros(len(depths), dtype=torch.float64)

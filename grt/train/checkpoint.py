@@ -116,7 +116,9 @@ def verify(folder: Path, hash_: str) -> dict[str, Any]:
         if sha256(path) != entry["sha256"]:
             raise CheckpointError(f"{path} does not match the sha256 in its manifest: use another checkpoint.")
     if manifest["config_hash"] != hash_:
-        raise CheckpointError(f"{folder / 'manifest.json'} belongs to another config than the run's: use another folder.")
+        raise CheckpointError(
+            f"{folder / 'manifest.json'} belongs to another config than the run's: use another folder."
+        )
     return manifest
 
 
@@ -169,7 +171,9 @@ class Checkpoints:
     ) -> None:
         """Write the checkpoint of `step`, point `latest` (and `best`) to it, and drop those that are not kept."""
         files = {
-            "model.safetensors": safetensors.torch.save({k: v.cpu().contiguous() for k, v in model.state_dict().items()}),
+            "model.safetensors": safetensors.torch.save(
+                {k: v.cpu().contiguous() for k, v in model.state_dict().items()}
+            ),
             "optimizer.safetensors": safetensors.torch.save(optimizer_tensors(model, optimizer)),
             "state.json": (json.dumps(state) + "\n").encode(),
         }

@@ -36,7 +36,9 @@ def claim(out: Path, config: RunConfig, resume: bool) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{out} cannot be made ({error.strerror}): give --out a folder that can be written.") from None
+        raise ConfigError(
+            f"{out} cannot be made ({error.strerror}): give --out a folder that can be written."
+        ) from None
 
 
 def difference(a: RunConfig, b: RunConfig) -> str:

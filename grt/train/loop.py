@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from grt.config import ConfigError, RunConfig, config_hash
-from grt.data.loader import Split, batch, bigram_entropy
+from grt.data.loader import batch, bigram_entropy
 from grt.data.prepare import Prepared, load_prepared, prepare
 from grt.evals.loss import Evaluation, evaluate
 from grt.methods import build_model, depth_sampler
