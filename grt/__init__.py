@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from grt.config import VERSION as __version__
 
 _HOMES = {
     "RunConfig": "grt.config",
@@ -17,7 +17,7 @@ _HOMES = {
     "evaluate": "grt.evals.loss",
     "generate": "grt.infer.generate",
 }
-__all__ = list(_HOMES)
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

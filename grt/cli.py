@@ -5,47 +5,22 @@ before a subcommand needs it, so `grt --help` answers at once. Exit codes: 0; 2 
 130 Ctrl-C and 143 SIGTERM, both after a saved checkpoint.
 """
 
-import contextlib
-import io
 import json
-import re
 import shutil
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from grt.config import ConfigError, RunConfig, load
+from grt.options import parse
 from grt.presets import PRESETS, preset
 
-T = TypeVar("T")
 Device = Literal["auto", "cpu", "cuda", "mps"]
-
-
-def parse(command: type[T], arguments: list[str], name: str, default: T | None = None) -> T:
-    """Fill a command's dataclass from the command line; tyro's boxed errors become one sentence."""
-    told = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(told):
-            return tyro.cli(command, args=arguments, prog=f"grt {name}", default=default)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ConfigError(one_sentence(told.getvalue())) from None
-
-
-def one_sentence(box: str) -> str:
-    """The message of one of tyro's error boxes, and the option it suggests."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:-1]]
-    parts = " ".join("\n" if not line.strip("─") else line for line in lines).split("\n")
-    message = re.sub(r"^Error parsing [\w.]+: ", "", parts[0].strip().rstrip("."))
-    if "Perhaps you meant" in box and (suggested := re.search(r"(--[\w.-]+)", parts[1])):
-        message += f"; did you mean {suggested[1]}?"
-    return message if message.endswith("?") else message + "."
 
 
 @dataclass
@@ -255,7 +230,10 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
 
 def usage() -> str:
     lines = "\n".join(f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items())
-    return f"usage: grt COMMAND ...\n\nDepth-recurrent language models.\n\n{lines}\n\n`grt COMMAND --help` shows its options."
+    return (
+        f"usage: grt COMMAND ...\n\nDepth-recurrent language models.\n\n{lines}\n\n"
+        "`grt COMMAND --help` shows its options."
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

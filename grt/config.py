@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+VERSION = "0.1.0"
+
 
 class ConfigError(ValueError):
     """A setting that cannot work: one sentence that names the field, the value and the remedy."""
@@ -183,15 +185,8 @@ class TrainConfig:
     """Checkpoints to keep besides the best one."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "tokens_per_step",
-            "batch_size",
-            "eval_every",
-            "eval_windows",
-            "checkpoint_every",
-            "keep",
-        ):
+        counts = ("steps", "tokens_per_step", "batch_size", "eval_every", "eval_windows", "checkpoint_every", "keep")
+        for name in counts:
             at_least(f"train.{name}", getattr(self, name), 1)
         at_least("train.threads", self.threads, 0)
 

@@ -170,11 +170,10 @@ def info_report(what: str) -> dict[str, Any]:
 
 def show_info(report: dict[str, Any]) -> None:
     table = Table(title=f"{report['name']}: {report['method']} {report['layout']}", show_header=False)
+    flops = report["flops_per_token"]
     rows = [(f"parameters, {k.replace('_', ' ')}", f"{v:,}") for k, v in report["parameters"].items()]
     rows += [("block executions", str(report["block_executions"]))]
-    rows += [
-        (f"MFLOPs per token, {k.replace('_', ' ')}", f"{v / 1e6:,.2f}") for k, v in report["flops_per_token"].items()
-    ]
+    rows += [(f"MFLOPs per token, {k.replace('_', ' ')}", f"{v / 1e6:,.2f}") for k, v in flops.items()]
     rows += [(f"KV bytes per token, {k}", f"{v:,}") for k, v in report["kv_bytes_per_token"].items()]
     for strategy, by_batch in report["decode_memory_bytes"].items():
         for batch, size in by_batch.items():

@@ -1,6 +1,7 @@
 """Corpora, prepared folders and windows: what is promised about splits, damage, kills, bounds and ranks."""
 
 import hashlib
+import itertools
 import json
 import math
 import signal
@@ -452,7 +453,7 @@ def test_bigram_entropy(tmp_path, monkeypatch):
     assert bigram_entropy(make_split(tmp_path, [1, 2] * 50)) == 0.0
     monkeypatch.setattr("grt.data.loader.BLOCK", 7)  # pairs across blocks must count
     ids = np.random.default_rng(0).integers(0, 4, 1000).tolist()
-    pairs = list(zip(ids, ids[1:], strict=False))
+    pairs = list(itertools.pairwise(ids))
     naive = -sum(math.log(pairs.count(pair) / ids[:-1].count(pair[0])) for pair in pairs) / len(pairs)
     assert bigram_entropy(make_split(tmp_path, ids)) == pytest.approx(naive, rel=1e-12)
     with pytest.raises(ValueError, match="up to 1024, not 1025"):

@@ -138,7 +138,7 @@ class _Writer:
         while len(ids):
             if self.file is None:
                 self.shards.append({"file": f"{self.name}-{len(self.shards):05}.bin", "tokens": 0})
-                self.file, self.shard_sha256 = open(self.folder / self.shards[-1]["file"], "wb"), hashlib.sha256()
+                self.file, self.shard_sha256 = open(self.folder / self.shards[-1]["file"], "wb"), hashlib.sha256()  # noqa: SIM115
             shard = self.shards[-1]
             piece, ids = np.split(ids, [self.shard_tokens - shard["tokens"]])
             data = piece.astype(self.dtype).tobytes()

@@ -20,6 +20,15 @@ from grt.model.context import LoopContext
 from grt.model.recurrent import UpdateRule
 
 
+class Gate(nn.Module):
+    """f_g: Linear 2d -> d, SiLU, Linear d -> d; `up` has columns [LN(h) | LN(h_pre)]."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(2 * d, d)
+        self.down = nn.Linear(d, d)
+
+
 class GRT(UpdateRule):
     """The gated update. Both projections of [. ; h_pre] are split into halves, W [a ; b] = W_a a + W_b b: the half
     that sees only h_pre is the same at every step and is applied once a pass."""
@@ -33,16 +42,16 @@ class GRT(UpdateRule):
         self.proj = nn.Linear(2 * d, d, bias=False)  # columns [h | h_pre]
         self.ln_state = nn.LayerNorm(d)
         self.ln_anchor = nn.LayerNorm(d)
-        self.gate = nn.ModuleDict({"up": nn.Linear(2 * d, d), "down": nn.Linear(d, d)})  # columns [LN(h) | LN(h_pre)]
+        self.gate = Gate(d)
 
     def init_parameters(self) -> None:
-        nn.init.constant_(self.gate["down"].bias, self.gate_bias)
+        nn.init.constant_(self.gate.down.bias, self.gate_bias)
 
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         proj_h, proj_pre = self.proj.weight.split(self.d, dim=1)
-        gate_h, gate_pre = self.gate["up"].weight.split(self.d, dim=1)
+        gate_h, gate_pre = self.gate.up.weight.split(self.d, dim=1)
         ctx.carry["proj"] = proj_h, F.linear(h_pre, proj_pre)
-        ctx.carry["gate"] = gate_h, F.linear(self.ln_anchor(h_pre), gate_pre, self.gate["up"].bias)
+        ctx.carry["gate"] = gate_h, F.linear(self.ln_anchor(h_pre), gate_pre, self.gate.up.bias)
         return h_pre
 
     def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
@@ -52,7 +61,7 @@ class GRT(UpdateRule):
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         weight, from_anchor = ctx.carry["gate"]
-        a = self.gate["down"](F.silu(F.linear(self.ln_state(h), weight) + from_anchor))
+        a = self.gate.down(F.silu(F.linear(self.ln_state(h), weight) + from_anchor))
         a = self.noisy(a.to(h.dtype) / self.tau, self.sigma_g, "gate_noise", ctx)
         g = ctx.tap("gate", torch.sigmoid(a))  # eq:gate
         return torch.lerp(o, h, g)  # eq:gate_update: o + g (h - o), exact at g = 0 and g = 1

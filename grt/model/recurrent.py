@@ -27,6 +27,14 @@ class Loss(NamedTuple):
     lm: Tensor
 
 
+def last_of(states: Iterator[Tensor]) -> Tensor:
+    """Run the loop to its end, holding one state at a time."""
+    h = next(states)
+    for h in states:  # noqa: B007
+        pass
+    return h
+
+
 class UpdateRule(nn.Module):
     """How the core reads the state, transforms it and writes it back. This base class is plain weight tying."""
 
@@ -57,9 +65,7 @@ class UpdateRule(nn.Module):
 
     def loss(self, states: Iterator[Tensor], ce: Callable[[Tensor], Tensor], ctx: LoopContext) -> Loss:
         """Loss of one pass; `ce` turns a state (B, T, d) into its mean cross-entropy."""
-        for h in states:
-            last = h
-        lm = ce(last)
+        lm = ce(last_of(states))
         return Loss(lm + sum(ctx.aux), lm)
 
     def flops(self, steps: int) -> int:
@@ -105,9 +111,7 @@ class RecurrentDepthModel(nn.Module):
     def forward(self, ids: Tensor, depth: Depth | None = None, ctx: LoopContext | None = None) -> Tensor:
         """Logits (B, T, V) at `depth` (default: R steps) for ids (B, T)."""
         ctx = ctx or LoopContext()
-        for h in self.states(ids, ctx, depth or self.full_depth):
-            last = h
-        return self.logits(last, ctx)
+        return self.logits(last_of(self.states(ids, ctx, depth or self.full_depth)), ctx)
 
     def loss(self, ids: Tensor, targets: Tensor, depth: Depth, ctx: LoopContext | None = None) -> Loss:
         """The training loss of one slot, as the method defines it; targets (B, T) are the next tokens."""

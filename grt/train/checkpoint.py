@@ -93,8 +93,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         entries = manifest["files"]
         if manifest["format"] != FORMAT or not isinstance(manifest["step"], int) or "model" not in str(list(entries)):
             raise ValueError
-        for entry in entries.values():
-            entry["sha256"], entry["bytes"]
+        if any(entry.keys() != {"sha256", "bytes"} for entry in entries.values()):
+            raise ValueError
         return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: this is not a whole checkpoint, use another.") from None
@@ -111,7 +111,7 @@ def verify(folder: Path, hash_: str) -> dict[str, Any]:
             raise CheckpointError(f"{path} is missing: use another checkpoint.")
         if path.stat().st_size != entry["bytes"]:
             raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes where its manifest says {entry['bytes']}: use another checkpoint."
+                f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}: use another checkpoint."
             )
         if sha256(path) != entry["sha256"]:
             raise CheckpointError(f"{path} does not match the sha256 in its manifest: use another checkpoint.")
@@ -144,10 +144,9 @@ def read_tensors(path: Path, expected: dict[str, Tensor] | None = None) -> dict[
 
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """AdamW's moments under the parameters' names."""
-    names = {p: n for n, p in model.named_parameters()}
     return {
-        f"{names[p]}.{key}": state[key].detach().cpu()
-        for p, state in optimizer.state.items()
+        f"{name}.{key}": optimizer.state[p][key].cpu()
+        for name, p in model.named_parameters()
         for key in ("exp_avg", "exp_avg_sq")
     }
 

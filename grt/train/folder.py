@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import grt
-from grt.config import ConfigError, RunConfig, config_hash, dump, identity, load
+from grt.config import VERSION, ConfigError, RunConfig, config_hash, dump, identity, load
 from grt.model.precision import hardware
 from grt.train.checkpoint import replace_file
 
@@ -54,7 +53,7 @@ def difference(a: RunConfig, b: RunConfig) -> str:
 def environment(device: torch.device, state: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     """What decides a run beside its config: code, versions, hardware, precision, text."""
     return {
-        "grt": grt.__version__,
+        "grt": VERSION,
         "commit": commit(),
         "command": shlex.join(["grt", *sys.argv[1:]]),
         "python": platform.python_version(),

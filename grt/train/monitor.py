@@ -13,7 +13,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}
-        self.previous: Tensor | None = None
+        self.previous = torch.empty(0)  # the state before the step; the anchor's tap comes first
         self.taps = {"anchor": self.anchor, "gate": self.gate, "state": self.state}
         self.taps["state_noise"] = self.noise
 
