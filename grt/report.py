@@ -15,7 +15,7 @@ from grt.data.loader import Split, bigram_entropy
 from grt.data.prepare import load_prepared, prepare
 from grt.data.tokenizer import get_tokenizer
 from grt.evals.loss import evaluate
-from grt.infer.generate import check_depth, generate
+from grt.infer.generate import generate
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model import cost
 from grt.model.precision import dtype_name, resolve_device, resolve_dtype
@@ -112,7 +112,7 @@ def generation_report(
     text = tokenizer.decode(tokens)
     if stream:
         stream(text[len(shown) :])
-    depth = check_depth(model, options.get("depth")).steps
+    depth = options.get("depth") or config.model.blocks.R
     return {
         "prompt": prompt,
         "text": text,

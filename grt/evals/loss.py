@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from grt.config import ConfigError
 from grt.data.loader import Split, n_windows, windows
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
@@ -44,11 +43,8 @@ def evaluate(
     """
     R = model.config.blocks.R
     depths = list(range(R + 1)) if depths is None else sorted(set(depths))
-    deepest = max(depths)
-    if deepest > R and not model.rule.extrapolates:
-        raise ConfigError(
-            f"depth {deepest} is beyond the {R} steps that {model.config.method} has: choose at most {R}."
-        )
+    model.check_depth(min(depths), least=0)
+    model.check_depth(max(depths), least=0)
     context, device = model.config.context, model.device
     count = n_windows(split, context, limit)
     sums = torch.zeros(len(depths), dtype=torch.float64)

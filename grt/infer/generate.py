@@ -10,18 +10,6 @@ from grt.model.depth import Depth
 from grt.model.recurrent import RecurrentDepthModel
 
 
-def check_depth(model: RecurrentDepthModel, depth: int | None) -> Depth:
-    """Depth(depth), R by default (ConfigError outside what the model can run)."""
-    R = model.config.blocks.R
-    if depth is None or model.config.blocks.is_dense:
-        return Depth(R)
-    if depth < 1:
-        raise ConfigError(f"depth is {depth}: generating needs at least one pass through the core.")
-    if depth > R and not model.rule.extrapolates:
-        raise ConfigError(f"depth {depth} is beyond the {R} steps that {model.config.method} has: choose at most {R}.")
-    return Depth(depth)
-
-
 def pick(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
     """Sample one id from logits (V,): greedy at temperature 0; top_k 0 and top_p 1 keep every token."""
     if temperature == 0:
@@ -58,7 +46,8 @@ def generate(
         raise ConfigError(f"temperature is {temperature}: it must be at least 0 (0 is greedy).")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p is {top_p}: it must be above 0 and at most 1.")
-    steps = check_depth(model, depth)
+    steps = model.full_depth if depth is None else Depth(depth)
+    model.check_depth(steps.steps, least=1)
     generator = torch.Generator().manual_seed(seed)
     ids, context = list(prompt), model.config.context
     was_training = model.training

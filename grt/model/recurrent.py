@@ -7,6 +7,7 @@
 Shapes: B batch, T tokens, d width, R steps, V vocabulary.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grt.config import ModelConfig
+from grt.config import ConfigError, ModelConfig
 from grt.model.block import Embedding, Stack, init_gpt2
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
@@ -92,6 +93,18 @@ class RecurrentDepthModel(nn.Module):
     @property
     def full_depth(self) -> Depth:
         return Depth(self.config.blocks.R)
+
+    def check_depth(self, steps: int, least: int) -> None:
+        """ConfigError for a depth that this model cannot run; one warning where it goes beyond training."""
+        R, name = self.config.blocks.R, self.config.method_name
+        if self.config.blocks.is_dense and steps > 0:
+            raise ConfigError(f"depth is {steps}, but a dense model has no core to repeat: leave depth out.")
+        if steps < least and R:
+            raise ConfigError(f"depth is {steps}: give at least {least}.")
+        if steps > R:
+            if not self.rule.extrapolates:
+                raise ConfigError(f"depth {steps} is beyond the {R} steps of {name}: choose at most {R}.")
+            warnings.warn(f"depth {steps} is beyond the {R} steps that this model was trained for", stacklevel=3)
 
     def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
         """Yield h_0, h_1, ..., h_steps, each (B, T, d), for ids (B, T)."""
