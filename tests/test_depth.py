@@ -43,6 +43,14 @@ def test_neighbours_are_independent(which):
     assert chi_square(pairs, keys, n) < 66.7  # 0.1 % of chi-square with 35 degrees of freedom
 
 
+def test_arguments_are_not_mixed_up():
+    """As a sum of step and slot, or their digits run together, would."""
+    draw = uniform(1000)
+    assert (
+        len({draw(*at).steps for at in [(0, 1, 12), (0, 11, 2), (0, 2, 11), (1, 0, 12), (0, 12, 1), (11, 0, 2)]}) == 6
+    )
+
+
 def test_a_draw_follows_from_its_arguments():
     want = [uniform(R)(1, step, slot) for step in range(5) for slot in range(3)]
     uniform(R)(9, 9, 9)

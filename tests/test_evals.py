@@ -81,6 +81,14 @@ def test_limit_reads_the_first_windows(tiny, split, limit, n):
     assert result.loss_by_depth[3] == pytest.approx(naive_loss(model, TOKENS, 3, n), rel=1e-6)
 
 
+@pytest.mark.parametrize(("n_tokens", "n"), [(13, 1), (24, 1), (25, 2), (96, 7), (97, 8)])
+def test_a_window_needs_its_last_target(tiny, split_of, n_tokens, n):
+    model = tiny()
+    result = evaluate(model, split_of(TOKENS[:n_tokens]), depths=[2])
+    assert (result.windows, result.tokens) == (n, 12 * n)
+    assert result.loss_by_depth == {2: pytest.approx(naive_loss(model, TOKENS, 2, n), rel=1e-6)}
+
+
 def test_chosen_depths(tiny, split):
     model = tiny(dtype=torch.float32)
     every = evaluate(model, split).loss_by_depth
