@@ -42,8 +42,10 @@ def generate(
     """
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one token (end-of-text starts a fresh document).")
-    if temperature < 0:
+    if not temperature >= 0:  # NaN too
         raise ConfigError(f"temperature is {temperature}: it must be at least 0 (0 is greedy).")
+    if top_k < 0:
+        raise ConfigError(f"top_k is {top_k}: it must be at least 0 (0 keeps every token).")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p is {top_p}: it must be above 0 and at most 1.")
     steps = model.full_depth if depth is None else Depth(depth)
