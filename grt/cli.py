@@ -10,7 +10,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -202,6 +202,40 @@ def run_list(arguments: list[str]) -> int:
 
 
 @dataclass
+class BenchTraining:
+    """Time per token of a training step: the recurrent model in turn with dense of equal block executions."""
+
+    layout: str = "1+1x10+1"
+    method: str = "grt"
+    d_model: int = 256
+    n_heads: int = 4
+    context: int = 256
+    batch_size: int = 8
+    """Sequences of one slot."""
+    alternations: int = 10
+    """Turns that count; one more warms up."""
+    dtype: Literal["auto", "fp32", "bf16"] = "bf16"
+    device: Device = "auto"
+    threads: int = 0
+    """CPU threads; 0: as many as torch takes by itself."""
+
+
+def run_bench(arguments: list[str]) -> int:
+    if not arguments or arguments[0] != "training":
+        raise ConfigError("name what to bench: grt bench training.")
+    command = parse(BenchTraining, arguments[1:], "bench training")
+    import torch
+
+    from grt.bench.training import Shape, bench_training, show
+
+    if command.threads:
+        torch.set_num_threads(command.threads)
+    shape = {f.name: getattr(command, f.name) for f in fields(Shape)}
+    show(bench_training(Shape(**shape), command.alternations, command.dtype, command.device))
+    return 0
+
+
+@dataclass
 class Demo:
     """Train a small GRT on the builtin text, within five minutes on two cores, and show what it learned."""
 
@@ -224,6 +258,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "generate": ("continue a text", run_generate),
     "info": ("parameters, FLOPs and memory of a preset or a run", run_info),
     "list": ("presets, methods, and runs under a folder", run_list),
+    "bench": ("measure speed: grt bench training", run_bench),
     "demo": ("train a small GRT within five minutes and show it", run_demo),
 }
 

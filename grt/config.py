@@ -46,7 +46,7 @@ class Layout:
         return layout
 
     def __str__(self) -> str:
-        return f"{self.p}+{self.n}x{self.R}+{self.c}"
+        return f"{self.p}L" if self.is_dense and not self.c else f"{self.p}+{self.n}x{self.R}+{self.c}"
 
     @property
     def is_dense(self) -> bool:
@@ -92,7 +92,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         finite("model", self)
-        Layout.parse(self.layout)
+        object.__setattr__(self, "layout", str(Layout.parse(self.layout)))  # one spelling: 8, 8L, 8+0x0+0 are one run
         for name in ("d_model", "n_heads", "context", "vocab_size"):
             at_least(f"model.{name}", getattr(self, name), 1)
         if self.d_model % self.n_heads:

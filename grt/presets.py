@@ -15,27 +15,46 @@ def change(config: RunConfig, **sections: dict) -> RunConfig:
 
 
 def grt_nano() -> RunConfig:
-    """A GRT that two CPU cores train: three blocks, eight block executions, bytes."""
+    """A GRT that two CPU cores train in twenty minutes: three blocks, eight block executions, bytes.
+
+    Four slots a step, so four depths: at equal tokens that was better than one depth for the whole step. Gate bias
+    -2, not the paper's +4: on so few tokens a gate that starts closed stays closed, and depth is ignored.
+    """
     return RunConfig(
         name="grt-nano",
-        model=ModelConfig(method="grt", layout="1+1x6+1", d_model=128, n_heads=4, context=256, vocab_size=257),
-        optim=OptimConfig(lr=2e-3, warmup_steps=100),
-        train=TrainConfig(steps=4000, tokens_per_step=16 * 256, batch_size=16),
+        model=ModelConfig(
+            method="grt", layout="1+1x6+1", d_model=128, n_heads=4, context=256, vocab_size=257, gate_bias=-2.0
+        ),
+        optim=OptimConfig(lr=4e-3, warmup_steps=100),
+        train=TrainConfig(steps=4000, tokens_per_step=16 * 256, batch_size=4),
     )
 
 
+def grt_nano_paper() -> RunConfig:
+    """grt-nano with the paper's gate bias."""
+    return replace(change(grt_nano(), model={"gate_bias": 4.0}), name="grt-nano-paper")
+
+
 def dense_nano() -> RunConfig:
-    """Dense GPT-2 with as many block executions as grt-nano."""
-    return replace(change(grt_nano(), model={"method": "ladder", "layout": "8L"}), name="dense-nano")
+    """Dense GPT-2 with as many block executions as grt-nano, under the same recipe."""
+    return replace(change(grt_nano(), model={"method": "ladder", "layout": "8L", "gate_bias": 4.0}), name="dense-nano")
 
 
 def demo() -> RunConfig:
-    """What `make demo` trains within five minutes: grt-nano on fewer tokens."""
-    return replace(change(grt_nano(), train={"steps": 500, "eval_every": 100}), name="demo")
+    """What `make demo` trains within five minutes: grt-nano on windows half as long, with a gate that starts half
+    open (both learn faster at first)."""
+    config = change(
+        grt_nano(),
+        model={"context": 128, "gate_bias": 0.0},
+        optim={"warmup_steps": 60},
+        train={"steps": 1000, "tokens_per_step": 16 * 128, "batch_size": 16, "eval_every": 100},
+    )
+    return replace(config, name="demo")
 
 
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     "grt-nano": grt_nano,
+    "grt-nano-paper": grt_nano_paper,
     "dense-nano": dense_nano,
     "demo": demo,
 }

@@ -355,3 +355,11 @@ def test_nanos_are_equal_in_block_executions():
     assert grt.blocks.n_executions() == dense.blocks.n_executions() == 8
     assert (grt.d_model, grt.context, grt.vocab_size) == (dense.d_model, dense.context, dense.vocab_size)
     assert (grt.method_name, dense.method_name) == ("grt", "dense")
+
+
+def test_every_spelling_of_a_layout_is_one_run():
+    spellings = ("8", "8L", "8+0x0+0", "8+0×0+0")
+    assert {config_hash(RunConfig(model=ModelConfig(layout=text))) for text in spellings} == {
+        config_hash(RunConfig(model=ModelConfig(layout="8L")))
+    }
+    assert ModelConfig(layout="2+5×4+2").layout == "2+5x4+2"

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from grt.config import ModelConfig
+from grt.config import ConfigError, ModelConfig
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
@@ -63,7 +63,7 @@ def test_shorter_sequences(tiny, ids, method, layout):
     model = tiny(method, layout)
     for n in (1, 5, 11):
         torch.testing.assert_close(model(ids[:, :n]), model(ids)[:, :n], rtol=0, atol=1e-12)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ConfigError, match="the input has 13 tokens, model.context is 12"):
         model(torch.zeros(1, 13, dtype=torch.long))
 
 

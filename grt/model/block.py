@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grt.config import ConfigError
 from grt.model.context import LoopContext
 
 
@@ -83,6 +84,9 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(context, d)
 
     def forward(self, ids: Tensor) -> Tensor:  # (B, T) -> (B, T, d)
+        context = self.positions.num_embeddings
+        if ids.shape[1] > context:
+            raise ConfigError(f"the input has {ids.shape[1]} tokens, model.context is {context}: give a shorter one.")
         return self.tokens(ids) + self.positions.weight[: ids.shape[1]]
 
 
