@@ -260,12 +260,14 @@ def load(path: Path) -> RunConfig:
         return from_dict(RunConfig, json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: give a config.json or a run's folder.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}): restore it or write it anew.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): give a config.json or a run's folder.") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply to be a config: restore it or write it anew.") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{path} is not JSON of a config ({error}): restore it or write it anew.") from None
 
 
 def dump(config: RunConfig) -> str:
