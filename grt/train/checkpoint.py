@@ -12,7 +12,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -121,8 +123,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         entries, kinds = manifest["files"], (type(manifest["step"]), type(manifest["config_hash"]))
         if manifest["format"] != FORMAT or kinds != (int, str) or not any(name in entries for name in WEIGHTS):
             raise ValueError
-        if any(name != Path(name).name or entry.keys() != {"sha256", "bytes"} for name, entry in entries.items()):
-            raise ValueError
+        for name, entry in entries.items():
+            if not re.fullmatch(r"[\w.-]{1,100}", name) or entry.keys() != {"sha256", "bytes"}:
+                raise ValueError
         return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: this is not a whole checkpoint, use another.") from None
@@ -145,12 +148,14 @@ def verify(folder: Path, hash_: str) -> dict[str, Any]:
             raise CheckpointError(f"{path} has {size} bytes, not {entry['bytes']}: use another checkpoint.")
         if digest != entry["sha256"]:
             raise CheckpointError(f"{path} does not match the sha256 in its manifest: use another checkpoint.")
+    if folder.name.startswith("step-") and folder.name != step_name(manifest["step"]):
+        raise CheckpointError(f"{folder / 'manifest.json'} is of another step than its folder: use another checkpoint.")
     if manifest["config_hash"] != hash_:
         raise CheckpointError(f"{folder / 'manifest.json'} is of another config than the run's: use another folder.")
     return manifest
 
 
-def read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a .safetensors or .safetensors.zst file, with exactly the expected names and shapes."""
     try:
         data = path.read_bytes()
@@ -235,9 +240,10 @@ class Checkpoints:
 
     def pointer(self, name: str) -> str | None:
         try:
-            return (self.folder / name).read_text(encoding="utf-8").strip()
+            text = (self.folder / name).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             return None
+        return text if re.fullmatch(r"step-\d{8,20}", text) else None
 
     def newest_first(self) -> list[Path]:
         return sorted((p for p in self.folder.glob("step-*") if p.is_dir()), reverse=True)
@@ -256,8 +262,7 @@ class Checkpoints:
 
 def weights_file(folder: Path) -> Path:
     """The weights that a manifest lists: plain safetensors, or compressed."""
-    listed = read_manifest(folder)["files"]
-    return folder / next(name for name in WEIGHTS if name in listed)
+    return folder / next(name for name in WEIGHTS if name in read_manifest(folder)["files"])
 
 
 def find_checkpoint(path: Path, which: str = "latest") -> tuple[Path, RunConfig]:
@@ -265,10 +270,11 @@ def find_checkpoint(path: Path, which: str = "latest") -> tuple[Path, RunConfig]
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: give a run's folder, one of its checkpoints or a model folder.")
     if (path / "manifest.json").exists():
-        own = path / "config.json"
-        config = load(own if own.exists() else path.parent.parent / "config.json")
-        verify(path, config_hash(config))
-        return path, config
+        folder = path.absolute()
+        in_run = folder.parent.name == "checkpoints" and folder.name.startswith("step-")
+        config = load((folder.parents[1] if in_run else folder) / "config.json")
+        verify(folder, config_hash(config))
+        return folder, config
     config = load(path / "config.json")
     checkpoints = Checkpoints(path, config_hash(config), keep=1)
     name = checkpoints.pointer(which)
