@@ -69,6 +69,8 @@ class Trainer:
         self.device = resolve_device(config.train.device)
         self.data = open_data(config, progress)
         self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
+        for split in (self.train_split, self.val_split):
+            split.require(config.model.context + 1)
         torch.manual_seed(slot_seed(config.train.seed, -1, 0))
         self.model = build_model(config.model).to(self.device).train()
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -174,9 +176,10 @@ class Trainer:
             lm += loss.lm.item() / config.n_slots
             if not np.isfinite(total):
                 self._stop_non_finite("loss", slot)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.grad_clip).item()
-        if not np.isfinite(norm):
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if not torch.isfinite(norm):  # clipping by it would spoil every gradient, and hide where it came from
             self._stop_non_finite("gradient", config.n_slots - 1)
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.optim.grad_clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - start
@@ -186,7 +189,7 @@ class Trainer:
         flops = 3 * forward_flops(self.model, float(np.mean(depths)), config.model.context) * tokens
         row = {
             "tokens": self.state.step * tokens, "loss": total, "loss_lm": lm, "aux": total - lm, "lr": rate,
-            "grad_norm": norm, "depth": depths, "tokens_per_s": tokens / seconds,
+            "grad_norm": norm.item(), "depth": depths, "tokens_per_s": tokens / seconds,
             "mfu": flops / seconds / self.state.peak, "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
         }  # fmt: skip
         self.log.write("train", self.state.step, **row)
