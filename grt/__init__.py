@@ -13,7 +13,7 @@ _HOMES = {
     "Depth": "grt.model.depth",
     "LoopContext": "grt.model.context",
     "load_model": "grt.train.checkpoint",
-    "train": "grt.train.loop",
+    "Trainer": "grt.train.loop",  # not `train`: that is a package of grt, which would take the name's place
     "evaluate": "grt.evals.loss",
     "generate": "grt.infer.generate",
 }

@@ -89,8 +89,9 @@ def train_and_show(config: RunConfig, out: Path, resume: bool, max_time: str = "
     from grt.train.interrupt import parse_duration
     from grt.train.loop import Trainer
 
+    max_seconds = parse_duration(max_time) if max_time else None
     trainer = Trainer(config, out, resume=resume)
-    code = trainer.run(parse_duration(max_time) if max_time else None)
+    code = trainer.run(max_seconds)
     if trainer.state.step < config.train.steps:
         return code
     from grt.report import show_run

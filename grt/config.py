@@ -274,8 +274,8 @@ def load(path: Path) -> RunConfig:
         raise ConfigError(f"{path} is nested too deeply to be a config: restore it or write it anew.") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
-        raise ConfigError(f"{path} is not JSON ({error}): restore it or write it anew.") from None
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{path} is not JSON of a config ({error}): restore it or write it anew.") from None
 
 
 def dump(config: RunConfig) -> str:

@@ -12,7 +12,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,37 @@ from grt.methods import build_model
 from grt.model.recurrent import RecurrentDepthModel
 
 FORMAT = 1
+WEIGHTS = ("model.safetensors", "model.safetensors.zst")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FOR_RESUME = {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be used: one sentence that names the file."""
+
+
+@dataclass
+class State:
+    """What a checkpoint keeps beside weights and moments (state.json)."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best_loss: float | None = None
+    best_step: int | None = None
+    dtype: str = ""
+    peak: float = 0.0
+    peak_source: str = ""
+    text_sha256: str = ""
+
+
+def read_state(path: Path, step: int) -> State:
+    try:
+        state = State(**json.loads(path.read_bytes()))
+        if state.step != step or not all(isinstance(getattr(state, f.name), f.type) for f in fields(State)):  # type: ignore[arg-type]
+            raise ValueError
+        return state
+    except (OSError, ValueError, TypeError, RecursionError):
+        raise CheckpointError(f"{path} is damaged: use another checkpoint.") from None
 
 
 def sha256(path: Path) -> str:
@@ -89,16 +119,19 @@ def write_folder(folder: Path, files: dict[str, bytes], hash_: str, step: int) -
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        entries = manifest["files"]
-        if manifest["format"] != FORMAT or not isinstance(manifest["step"], int) or "model" not in str(list(entries)):
+        manifest = json.loads(path.read_bytes())
+        entries, kinds = manifest["files"], (type(manifest["step"]), type(manifest["config_hash"]))
+        if manifest["format"] != FORMAT or kinds != (int, str) or not any(name in entries for name in WEIGHTS):
             raise ValueError
-        if any(entry.keys() != {"sha256", "bytes"} for entry in entries.values()):
-            raise ValueError
+        for name, entry in entries.items():
+            if not re.fullmatch(r"[\w.-]{1,100}", name) or entry.keys() != {"sha256", "bytes"}:
+                raise ValueError
         return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: this is not a whole checkpoint, use another.") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): use another checkpoint.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: use another checkpoint.") from None
 
 
@@ -107,55 +140,50 @@ def verify(folder: Path, hash_: str) -> dict[str, Any]:
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
         path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing: use another checkpoint.")
-        if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}: use another checkpoint."
-            )
-        if sha256(path) != entry["sha256"]:
+        try:
+            size, digest = path.stat().st_size, sha256(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}): use another checkpoint.") from None
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{path} has {size} bytes, not {entry['bytes']}: use another checkpoint.")
+        if digest != entry["sha256"]:
             raise CheckpointError(f"{path} does not match the sha256 in its manifest: use another checkpoint.")
+    if folder.name.startswith("step-") and folder.name != step_name(manifest["step"]):
+        raise CheckpointError(f"{folder / 'manifest.json'} is of another step than its folder: use another checkpoint.")
     if manifest["config_hash"] != hash_:
-        raise CheckpointError(
-            f"{folder / 'manifest.json'} belongs to another config than the run's: use another folder."
-        )
+        raise CheckpointError(f"{folder / 'manifest.json'} is of another config than the run's: use another folder.")
     return manifest
 
 
-def read_tensors(path: Path, expected: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a .safetensors or .safetensors.zst file, with exactly the expected names and shapes."""
     try:
         data = path.read_bytes()
         if path.suffix == ".zst":
             data = zstandard.ZstdDecompressor().decompress(data)
         tensors = safetensors.torch.load(data)
-    except (OSError, safetensors.SafetensorError, zstandard.ZstdError) as error:
+    except (OSError, safetensors.SafetensorError, zstandard.ZstdError, KeyError, MemoryError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint.") from None
-    if expected is not None:
-        for what, names in (("lacks", expected.keys() - tensors), ("has unknown", tensors.keys() - expected.keys())):
-            if names:
-                raise CheckpointError(f"{path} {what} tensor {min(names)}: it belongs to another model.")
-        for name, tensor in tensors.items():
-            if tensor.shape != expected[name].shape:
-                shapes = f"{tuple(tensor.shape)}, the model wants {tuple(expected[name].shape)}"
-                raise CheckpointError(f"{path}: tensor {name} has shape {shapes}: it belongs to another model.")
+    for what, names in (("lacks", expected.keys() - tensors), ("has unknown", tensors.keys() - expected.keys())):
+        if names:
+            raise CheckpointError(f"{path} {what} tensor {min(names)}: it belongs to another model.")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            shapes = f"{tuple(tensor.shape)}, the model wants {tuple(expected[name].shape)}"
+            raise CheckpointError(f"{path}: tensor {name} has shape {shapes}: it belongs to another model.")
     return tensors
 
 
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """AdamW's moments under the parameters' names."""
-    return {
-        f"{name}.{key}": optimizer.state[p][key].cpu()
-        for name, p in model.named_parameters()
-        for key in ("exp_avg", "exp_avg_sq")
-    }
+    return {f"{name}.{key}": optimizer.state[p][key].cpu() for name, p in model.named_parameters() for key in MOMENTS}
 
 
 def restore_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], step: int
 ) -> None:
     for name, p in model.named_parameters():
-        moments = {key: tensors[f"{name}.{key}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+        moments = {key: tensors[f"{name}.{key}"].to(p.device) for key in MOMENTS}
         optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
 
 
@@ -165,38 +193,57 @@ class Checkpoints:
     def __init__(self, run: Path, hash_: str, keep: int) -> None:
         self.folder, self.hash, self.keep = run / "checkpoints", hash_, keep
 
-    def save(
-        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], best: bool
-    ) -> None:
-        """Write the checkpoint of `step`, point `latest` (and `best`) to it, and drop those that are not kept."""
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+        """Write the checkpoint of state.step, point `latest` and `best`, and drop those that are not kept."""
         files = {
-            "model.safetensors": safetensors.torch.save(
-                {k: v.cpu().contiguous() for k, v in model.state_dict().items()}
-            ),
+            "model.safetensors": safetensors.torch.save({k: v.cpu() for k, v in model.state_dict().items()}),
             "optimizer.safetensors": safetensors.torch.save(optimizer_tensors(model, optimizer)),
-            "state.json": (json.dumps(state) + "\n").encode(),
+            "state.json": (json.dumps(vars(state)) + "\n").encode(),
         }
-        write_folder(self.folder / step_name(step), files, self.hash, step)
-        replace_file(self.folder / "latest", step_name(step) + "\n")
-        if best:
-            replace_file(self.folder / "best", step_name(step) + "\n")
-        self.rotate()
+        folder = self.folder / step_name(state.step)
+        try:
+            write_folder(folder, files, self.hash, state.step)
+            self.point(state)
+            self.rotate(state.step)
+        except OSError as error:
+            why = f"{folder} cannot be written ({error.strerror})"
+            raise CheckpointError(f"{why}: make room and go on with --resume, earlier checkpoints are whole.") from None
 
-    def rotate(self) -> None:
+    def point(self, state: State) -> None:
+        """Let `latest` and `best` name what this state knows; a kill may have come between a checkpoint and them."""
+        for name, step in (("latest", state.step), ("best", state.best_step)):
+            if step is not None and (self.folder / step_name(step)).is_dir() and self.pointer(name) != step_name(step):
+                replace_file(self.folder / name, step_name(step) + "\n")
+
+    def read(self, folder: Path, model: torch.nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], State]:
+        """Weights, moments and state to resume from: all of them checked (CheckpointError) before any is used."""
+        manifest = verify(folder, self.hash)
+        if absent := FOR_RESUME - manifest["files"].keys():
+            raise CheckpointError(f"{folder / 'manifest.json'} lists no {min(absent)}: use another checkpoint.")
+        weights = read_tensors(folder / "model.safetensors", model.state_dict())
+        expected = {f"{name}.{key}": p for name, p in model.named_parameters() for key in MOMENTS}
+        moments = read_tensors(folder / "optimizer.safetensors", expected)
+        return weights, moments, read_state(folder / "state.json", manifest["step"])
+
+    def rotate(self, step: int) -> None:
+        """Of the checkpoints up to `step`, keep the newest and the best; a damaged one that a resume went back behind
+        is newer, and must not count."""
         for leftover in self.folder.glob(".*.tmp"):  # of a writer that was killed
             shutil.rmtree(leftover, ignore_errors=True)
             with contextlib.suppress(OSError):
                 leftover.unlink()
         best = self.pointer("best")
-        for folder in self.newest_first()[self.keep :]:
+        done = [folder for folder in self.newest_first() if folder.name <= step_name(step)]
+        for folder in done[self.keep :]:
             if folder.name != best:
                 shutil.rmtree(folder)
 
     def pointer(self, name: str) -> str | None:
         try:
-            return (self.folder / name).read_text(encoding="utf-8").strip()
+            text = (self.folder / name).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             return None
+        return text if re.fullmatch(r"step-\d{8,20}", text) else None
 
     def newest_first(self) -> list[Path]:
         return sorted((p for p in self.folder.glob("step-*") if p.is_dir()), reverse=True)
@@ -214,9 +261,8 @@ class Checkpoints:
 
 
 def weights_file(folder: Path) -> Path:
-    """The weights of a checkpoint or model folder: plain safetensors, or compressed."""
-    plain = folder / "model.safetensors"
-    return plain if plain.exists() else folder / "model.safetensors.zst"
+    """The weights that a manifest lists: plain safetensors, or compressed."""
+    return folder / next(name for name in WEIGHTS if name in read_manifest(folder)["files"])
 
 
 def find_checkpoint(path: Path, which: str = "latest") -> tuple[Path, RunConfig]:
@@ -224,10 +270,11 @@ def find_checkpoint(path: Path, which: str = "latest") -> tuple[Path, RunConfig]
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: give a run's folder, one of its checkpoints or a model folder.")
     if (path / "manifest.json").exists():
-        own = path / "config.json"
-        config = load(own if own.exists() else path.parent.parent / "config.json")
-        verify(path, config_hash(config))
-        return path, config
+        folder = path.absolute()
+        in_run = folder.parent.name == "checkpoints" and folder.name.startswith("step-")
+        config = load((folder.parents[1] if in_run else folder) / "config.json")
+        verify(folder, config_hash(config))
+        return folder, config
     config = load(path / "config.json")
     checkpoints = Checkpoints(path, config_hash(config), keep=1)
     name = checkpoints.pointer(which)

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from grt.model.context import LoopContext
 
+BACKWARDS = ("ln_f", "coda", "core", "rule", "prelude", "embed")
+
 
 class NonFiniteError(RuntimeError):
     """Training stopped at a loss or gradient that is not finite; the last good checkpoint is untouched."""
@@ -46,7 +48,9 @@ def first_offender(model: nn.Module, rerun: Callable[[LoopContext], object]) -> 
             hook.remove()
     if found:
         return found[0]
-    for name, p in model.named_parameters():
-        if p.grad is not None and not _finite(p.grad):
+    # A bad gradient spoils those of all that ran before it, and the tied embedding: look in the backward order.
+    backwards = reversed(list(model.named_parameters()))
+    for name, p in sorted(backwards, key=lambda item: BACKWARDS.index(item[0].split(".")[0])):
+        if not _finite(p.grad):
             return f"{name} (its gradient)"
     return "the loss itself"

@@ -28,7 +28,7 @@ def claim(out: Path, config: RunConfig, resume: bool) -> None:
             )
         if not resume:
             raise ConfigError(f"{out} already holds this run: add --resume to go on, or give --out a new folder.")
-    elif out.exists() and any(out.iterdir()):
+    elif out.exists() and any(p.name != "env.json" and p.suffix != ".tmp" for p in out.iterdir()):
         raise ConfigError(f"{out} is not empty and holds no run: give --out a new folder.")
     elif resume:
         raise ConfigError(f"{out} holds no run to resume: leave --resume out.")

@@ -5,12 +5,10 @@ resumed run repeats the interrupted one bit for bit, and evaluating changes noth
 """
 
 import hashlib
-import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,7 +22,7 @@ from grt.model.context import LoopContext
 from grt.model.cost import forward_flops
 from grt.model.precision import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
 from grt.model.recurrent import Loss
-from grt.train.checkpoint import Checkpoints, read_tensors, restore_optimizer
+from grt.train.checkpoint import CheckpointError, Checkpoints, State, restore_optimizer
 from grt.train.diagnose import NonFiniteError, first_offender
 from grt.train.folder import claim, environment, write_headers
 from grt.train.interrupt import Interrupt
@@ -59,18 +57,6 @@ def open_data(config: RunConfig, progress: bool = False) -> Prepared:
     return data
 
 
-@dataclass
-class State:
-    """What a checkpoint keeps beside weights and moments (state.json)."""
-
-    step: int = 0
-    seconds: float = 0.0
-    best_loss: float | None = None
-    dtype: str = ""
-    peak: float = 0.0
-    peak_source: str = ""
-
-
 class Trainer:
     """One run, from its config to its last checkpoint. `out` is its folder."""
 
@@ -83,6 +69,8 @@ class Trainer:
         self.device = resolve_device(config.train.device)
         self.data = open_data(config, progress)
         self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
+        for split in (self.train_split, self.val_split):
+            split.require(config.model.context + 1)
         torch.manual_seed(slot_seed(config.train.seed, -1, 0))
         self.model = build_model(config.model).to(self.device).train()
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -91,9 +79,12 @@ class Trainer:
         self.state = State()
         self.saved_step = -1
         skipped = self._restore() if resume else []
+        if self.state.text_sha256 not in ("", self.train_split.sha256):
+            raise ConfigError(f"{self.data.folder} is not the text {out} began with: restore it, or start anew.")
+        self.state.text_sha256 = self.train_split.sha256
         self._choose_precision()
         forget_after(self.out / "metrics.jsonl", self.state.step)
-        if not resume:
+        if not self.state.step:
             write_headers(self.out, config, environment(self.device, vars(self.state), self.data.meta))
         self.log = MetricsLog(self.out / "metrics.jsonl")
         if resume:
@@ -102,18 +93,21 @@ class Trainer:
 
     def _restore(self) -> list[str]:
         """Load the newest sound checkpoint; returns why each newer one was skipped."""
-        folder, skipped = self.checkpoints.newest_sound()
-        for reason in skipped:
-            print(f"skipped a checkpoint: {reason}", file=sys.stderr)
-        if folder is None:
-            print(f"{self.out} has no sound checkpoint: starting from step 0", file=sys.stderr)
+        skipped: list[str] = []
+        for folder in self.checkpoints.newest_first():
+            try:
+                weights, moments, state = self.checkpoints.read(folder, self.model)
+            except CheckpointError as error:
+                skipped.append(str(error))
+                print(f"skipped a checkpoint: {error}", file=sys.stderr)
+                continue
+            self.model.load_state_dict(weights)
+            restore_optimizer(self.model, self.optimizer, moments, state.step)
+            self.state, self.saved_step = state, state.step
+            self.checkpoints.point(state)
+            print(f"resuming from {folder}", file=sys.stderr)
             return skipped
-        self.state = State(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
-        self.model.load_state_dict(read_tensors(folder / "model.safetensors", self.model.state_dict()))
-        moments = read_tensors(folder / "optimizer.safetensors")
-        restore_optimizer(self.model, self.optimizer, moments, self.state.step)
-        self.saved_step = self.state.step
-        print(f"resuming from {folder}", file=sys.stderr)
+        print(f"{self.out} has no sound checkpoint: starting from step 0", file=sys.stderr)
         return skipped
 
     def _choose_precision(self) -> None:
@@ -141,7 +135,7 @@ class Trainer:
                     code = interrupt.exit_code
                     improved = (last or self.state.step % config.eval_every == 0) and self.validate(display)
                     if last or improved or code is not None or self.state.step % config.checkpoint_every == 0:
-                        self.save(improved)
+                        self.save()
                     if code is not None and not last:
                         what = interrupt.signal.name if interrupt.signal else "max-time"
                         self.log.write("event", self.state.step, event="signal", signal=what)
@@ -182,9 +176,10 @@ class Trainer:
             lm += loss.lm.item() / config.n_slots
             if not np.isfinite(total):
                 self._stop_non_finite("loss", slot)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.grad_clip).item()
-        if not np.isfinite(norm):
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if not torch.isfinite(norm):  # clipping by it would spoil every gradient, and hide where it came from
             self._stop_non_finite("gradient", config.n_slots - 1)
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.optim.grad_clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - start
@@ -194,7 +189,7 @@ class Trainer:
         flops = 3 * forward_flops(self.model, float(np.mean(depths)), config.model.context) * tokens
         row = {
             "tokens": self.state.step * tokens, "loss": total, "loss_lm": lm, "aux": total - lm, "lr": rate,
-            "grad_norm": norm, "depth": depths, "tokens_per_s": tokens / seconds,
+            "grad_norm": norm.item(), "depth": depths, "tokens_per_s": tokens / seconds,
             "mfu": flops / seconds / self.state.peak, "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
         }  # fmt: skip
         self.log.write("train", self.state.step, **row)
@@ -215,10 +210,12 @@ class Trainer:
     def _stop_non_finite(self, what: str, slot: int) -> None:
         step = self.state.step
         depth = self.sampler(self.config.train.seed, step, slot).steps
-        offender = first_offender(self.model, lambda ctx: self.slot_loss(step, slot, ctx))
-        self.log.write("event", step, event="nonfinite", what=what, depth=depth, module=offender)
+        self._stop(step + 1, what, depth, first_offender(self.model, lambda ctx: self.slot_loss(step, slot, ctx)))
+
+    def _stop(self, step: int, what: str, depth: int, offender: str) -> NoReturn:
+        self.log.write("event", self.state.step, event="nonfinite", what=what, depth=depth, module=offender)
         raise NonFiniteError(
-            f"the {what} is not finite at step {step + 1} (depth {depth}), first in {offender}: the last checkpoint is "
+            f"the {what} is not finite at step {step} (depth {depth}), first in {offender}: the last checkpoint is "
             "untouched; try a smaller --optim.lr or --train.dtype fp32."
         )
 
@@ -237,6 +234,9 @@ class Trainer:
             dtype=self.dtype,
         )  # fmt: skip
         self.last_eval, losses = result, result.loss_by_depth
+        if bad := [k for k, loss in losses.items() if not np.isfinite(loss)]:
+            offender = first_offender(self.model, lambda ctx: self.slot_loss(step, 0, ctx))
+            self._stop(step, "validation loss", bad[0], offender)
         self.log.write(
             "eval", step, split="val", tokens=result.tokens, loss=losses[R],
             loss_by_depth={str(k): loss for k, loss in losses.items()}, bits_per_byte=result.bits_per_byte(R),
@@ -252,13 +252,13 @@ class Trainer:
         best = self.state.best_loss
         improved = best is None or losses[R] < best
         if improved:
-            self.state.best_loss = losses[R]
+            self.state.best_loss, self.state.best_step = losses[R], step
         return improved
 
-    def save(self, best: bool = False) -> None:
+    def save(self) -> None:
         if self.saved_step == self.state.step:
             return
-        self.checkpoints.save(self.state.step, self.model, self.optimizer, vars(self.state), best)
+        self.checkpoints.save(self.model, self.optimizer, self.state)
         self.saved_step = self.state.step
         self.log.write("event", self.state.step, event="save")
         draw_curve([self.out], self.out / "curve.png")

@@ -1,0 +1,334 @@
+"""Resuming is exact: a run that was killed, however often and wherever, ends as one that was not."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tiny import finish, grt, kill_at_step, quick, result, rows, run_until, start, tiny, train_child, write_text
+
+from grt.config import ConfigError, dump, load
+from grt.data.prepare import prepare
+from grt.presets import change
+from grt.train import checkpoint
+from grt.train.checkpoint import load_model
+from grt.train.loop import Trainer
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    quick(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def config(data):
+    return tiny(data)
+
+
+@pytest.fixture(scope="module")
+def straight(data, tmp_path_factory):
+    """The result of 30 steps that nothing interrupted."""
+    with pytest.MonkeyPatch.context() as patch:
+        quick(patch)
+        out = tmp_path_factory.mktemp("straight") / "run"
+        finish(tiny(data), out)
+        return result(out)
+
+
+def test_the_reference_has_noise_drawn_depth_and_two_slots(straight, config, tmp_path):
+    """Without these the other tests would show less than they say."""
+    depths = {depth for row in straight[0] for depth in eval(row[-1])}
+    assert config.n_slots == 2 and depths == {1, 2, 3}
+    silent = change(config, model={"state_noise": 0.0, "gate_noise": 0.0})
+    finish(silent, tmp_path / "silent")
+    other = result(tmp_path / "silent")
+    assert other[0][0] != straight[0][0] and other[1] != straight[1]
+
+
+def test_kill_9_and_resume_on_the_command_line(config, straight, tmp_path):
+    out = tmp_path / "run"
+    kill_at_step(config, out, 15)
+    assert (out / "metrics.jsonl").read_text().endswith('"st')
+    done = grt("train", "--out", out, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == f"resuming from {out / 'checkpoints/step-00000015'}"
+    assert result(out) == straight
+    assert rows(out, "event")[-1]["event"] == "save"
+    assert [row["step"] for row in rows(out, "event") if row["event"] == "resume"] == [15]
+
+
+def test_two_kills_and_resumes(config, straight, tmp_path):
+    out = tmp_path / "run"
+    kill_at_step(config, out, 7)  # back to 5
+    kill_at_step(config, out, 23, resume=True)  # back to 20
+    finish(config, out, resume=True)
+    assert result(out) == straight
+    assert [row["step"] for row in rows(out, "event") if row["event"] == "resume"] == [5, 20]
+
+
+def test_killed_before_the_first_checkpoint(config, straight, tmp_path, capsys):
+    out = tmp_path / "run"
+    kill_at_step(config, out, 3)
+    (out / "env.json").unlink()
+    finish(config, out, resume=True)
+    assert "no sound checkpoint: starting from step 0" in capsys.readouterr().err
+    assert result(out) == straight and (out / "env.json").exists()
+
+
+@pytest.mark.parametrize("already", [(), ("env.json",), (".env.json.77.tmp",), ("env.json", ".config.json.77.tmp")])
+def test_a_folder_killed_before_its_config_was_written_is_free(config, tmp_path, already):
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in already:
+        (out / name).write_text("{")
+    with pytest.raises(ConfigError, match="no run to resume"):
+        Trainer(config, out, resume=True)
+    run_until(config, out, 1)
+
+
+@pytest.mark.parametrize("cut", [1, 20, -1])
+def test_every_step_is_logged_once_when_the_last_line_was_cut(config, straight, tmp_path, cut):
+    """cut: bytes of the last line that are left; -1: all but its newline."""
+    out = tmp_path / "run"
+    run_until(config, out, 18)
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_bytes(b"".join([*lines[:-1], lines[-1][:cut]]))
+    finish(config, out, resume=True)
+    assert result(out) == straight
+    for kind, steps in (("train", range(1, 31)), ("eval", (10, 20, 30)), ("monitor", (10, 20, 30))):
+        assert [row["step"] for row in rows(out, kind)] == list(steps)
+    assert [row["step"] for row in rows(out, "event") if row["event"] == "save"] == [5, 10, 15, 20, 25, 30]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"eval_every": 2}, {"eval_every": 10**6}, {"checkpoint_every": 1}, {"checkpoint_every": 10**6}, {"keep": 1}],
+    ids=str,
+)
+def test_watching_and_saving_change_nothing(config, straight, tmp_path, changed):
+    finish(change(config, train=changed), tmp_path / "run")
+    assert result(tmp_path / "run") == straight
+
+
+def test_how_often_one_evaluates_may_change_at_a_resume(config, straight, tmp_path):
+    run_until(config, tmp_path / "run", 12)
+    finish(change(config, train={"eval_every": 3, "checkpoint_every": 2, "keep": 5}), tmp_path / "run", resume=True)
+    assert result(tmp_path / "run") == straight
+
+
+def test_another_order_would_show(config, straight, tmp_path):
+    """The comparison sees a resume that starts one step off."""
+    out = tmp_path / "run"
+    run_until(config, out, 12)
+    trainer = Trainer(config, out, resume=True)
+    trainer.model.ln_f.bias.data[0] += 1e-7
+    trainer.run()
+    assert result(out)[0][:10] == straight[0][:10] and result(out)[0][10:] != straight[0][10:]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(config, straight, tmp_path, capsys, keep):
+    config, out = change(config, train={"keep": keep, "checkpoint_every": 1, "eval_every": 3}), tmp_path / "run"
+    run_until(config, out, 16)
+    weights = out / "checkpoints/step-00000016/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    run_until(config, out, 15, resume=True)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and told[0].startswith(f"skipped a checkpoint: {weights} ")
+    assert told[1] == f"resuming from {out / 'checkpoints/step-00000015'}"
+    skipped = rows(out, "event")[-1]["skipped"]
+    assert len(skipped) == 1 and str(weights) in skipped[0]
+    finish(config, out, resume=True)
+    assert result(out) == straight
+
+
+def test_rotation_keeps_what_was_just_saved_although_a_damaged_one_is_newer(config, tmp_path):
+    config, out = change(config, train={"keep": 1, "checkpoint_every": 4, "eval_every": 10**6}), tmp_path / "run"
+    run_until(config, out, 8)
+    shutil.copytree(out / "checkpoints/step-00000008", out / "checkpoints/step-00000012")
+    (out / "checkpoints/step-00000012/manifest.json").write_text("")
+    run_until(change(config, train={"checkpoint_every": 3}), out, 9, resume=True)
+    assert (out / "checkpoints/latest").read_text() == "step-00000009\n"
+    load_model(out / "checkpoints/step-00000009")
+
+
+def test_resume_with_another_config_is_refused(config, tmp_path):
+    out = tmp_path / "run"
+    run_until(config, out, 6)
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match=r"optim.lr 0.01 there, 0.02 here"):
+        Trainer(change(config, optim={"lr": 0.02}), out, resume=True)
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+
+
+def test_resume_on_another_text_is_refused(config, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    config, out = change(config, data={"path": str(tmp_path / "data")}), tmp_path / "run"
+    run_until(config, out, 6)
+    shutil.rmtree(tmp_path / "data")
+    (tmp_path / "other.txt").write_text("another text\n" * 1000)
+    checkpoint_before = (out / "checkpoints/step-00000005/manifest.json").read_bytes()
+    prepare(tmp_path / "other.txt", out=tmp_path / "data")
+    with pytest.raises(ConfigError, match="is not the text"):
+        Trainer(config, out, resume=True)
+    assert (out / "checkpoints/step-00000005/manifest.json").read_bytes() == checkpoint_before
+
+
+def test_resuming_a_finished_run_changes_nothing(config, straight, tmp_path):
+    finish(config, tmp_path / "run")
+    finish(config, tmp_path / "run", resume=True)
+    assert result(tmp_path / "run") == straight
+
+
+# Kills while a checkpoint is written
+
+
+class Fuse:
+    """kill -9 at the n-th of the moments of a save: before and after each change of the disk, and within each file."""
+
+    def __init__(self, moment: int | None) -> None:
+        self.moment, self.passed, self.lit = moment, 0, False
+
+    def tick(self) -> None:
+        if self.lit:
+            if self.passed == self.moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.passed += 1
+
+    def install(self) -> None:
+        def write_file(path: Path, data: bytes) -> None:
+            for part in (data[: len(data) // 2], data):
+                path.write_bytes(part)
+                self.tick()
+
+        def replace(source, target) -> None:
+            self.tick()
+            os.rename(source, target)
+            self.tick()
+
+        def rmtree(folder: Path, ignore_errors: bool = False) -> None:
+            for path in sorted(folder.iterdir() if folder.is_dir() else []):
+                path.unlink()
+                self.tick()
+            real_rmtree(folder, ignore_errors)
+
+        real_rmtree = shutil.rmtree
+        checkpoint.write_file = write_file
+        checkpoint.os = Names(os, replace=replace)
+        checkpoint.shutil = Names(shutil, rmtree=rmtree)
+
+
+class Names:
+    """A module with some names replaced, for the one module that looks at it."""
+
+    def __init__(self, module, **changed) -> None:
+        self.module = module
+        vars(self).update(changed)
+
+    def __getattr__(self, name: str):
+        return getattr(self.module, name)
+
+
+def resume_with_fuse(config, out: Path, moment: int | None, at: int, count: Path) -> int:
+    fuse = Fuse(moment)
+    fuse.install()
+    trainer = Trainer(config, out, resume=True)
+    save = trainer.save
+
+    def watched() -> None:
+        fuse.lit = trainer.state.step == at
+        save()
+
+    trainer.save = watched
+    code = trainer.run()
+    count.write_text(str(fuse.passed))
+    return code
+
+
+def moments_of_a_save(config, base: Path, at: int, folder: Path) -> int:
+    out = folder / "count"
+    shutil.copytree(base, out)
+    process = start(resume_with_fuse, config, out, None, at, folder / "moments")
+    process.join(60)
+    assert process.exitcode == 0
+    return int((folder / "moments").read_text())
+
+
+def check_kill_within_save(config, base: Path, out: Path, moment: int, at: int, expected) -> None:
+    shutil.copytree(base, out)
+    process = start(resume_with_fuse, config, out, moment, at, out / "never")
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    for name in ("latest", "best"):
+        assert (out / "checkpoints" / (out / "checkpoints" / name).read_text().strip()).is_dir()
+    load_model(out)
+    finish(config, out, resume=True)
+    assert result(out, 12) == expected, moment
+    best = min(rows(out, "eval"), key=lambda row: row["loss"])["step"]
+    assert (out / "checkpoints/best").read_text() == f"step-{best:08d}\n"
+    assert (out / "checkpoints/latest").read_text() == "step-00000012\n"
+    assert not list((out / "checkpoints").glob(".*"))
+
+
+@pytest.fixture
+def before_a_save(config, tmp_path):
+    """A run of 12 steps that stands just before the save of step 10, its best so far: (config, folder, result)."""
+    config = change(config, train={"steps": 12, "checkpoint_every": 5, "eval_every": 5, "keep": 1})
+    finish(config, tmp_path / "straight")
+    run_until(config, tmp_path / "base", 9)
+    return config, tmp_path / "base", result(tmp_path / "straight", 12)
+
+
+def test_kill_at_some_moments_of_a_save(before_a_save, tmp_path):
+    config, base, expected = before_a_save
+    n = moments_of_a_save(config, base, 10, tmp_path)
+    assert n >= 20  # four files and two pointers, half and whole, three renames, one rotation
+    for moment in (0, n // 2, n - 2):
+        check_kill_within_save(config, base, tmp_path / f"run{moment}", moment, 10, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_kill_at_every_moment_of_a_save(before_a_save, tmp_path):
+    config, base, expected = before_a_save
+    for moment in range(moments_of_a_save(config, base, 10, tmp_path)):
+        check_kill_within_save(config, base, tmp_path / f"run{moment}", moment, 10, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_kill_at_20_random_instants(config, straight, tmp_path):
+    config = change(config, train={"checkpoint_every": 1, "eval_every": 4})
+    begun = time.monotonic()
+    process = start(train_child, config, tmp_path / "timed")
+    process.join(60)
+    assert process.exitcode == 0
+    seconds, rng, killed = time.monotonic() - begun, random.Random(0), 0
+    for i in range(20):
+        out = tmp_path / f"run{i}"
+        process = start(train_child, config, out)
+        time.sleep(seconds * (i + rng.random()) / 20)
+        process.kill()
+        process.join(60)
+        killed += process.exitcode == -signal.SIGKILL
+        if (out / "checkpoints/latest").exists():
+            load_model(out)
+        finish(config, out, resume=(out / "config.json").exists())
+        assert result(out) == straight
+        assert not list((out / "checkpoints").glob(".*"))
+    assert killed >= 15
+
+
+def test_config_file_of_a_run_can_start_another(config, straight, tmp_path):
+    """The config.json of a run says all there is to say."""
+    (tmp_path / "config.json").write_text(dump(config))
+    finish(load(tmp_path / "config.json"), tmp_path / "run")
+    assert result(tmp_path / "run") == straight
