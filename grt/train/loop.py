@@ -39,7 +39,7 @@ def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(f"slot/{seed}/{step}/{slot}/{rank}".encode()).digest()[:7], "big")
 
 
-def open_data(config: RunConfig, progress: bool = False) -> Prepared:
+def open_data(config: RunConfig, progress: bool = False, quiet: bool = False) -> Prepared:
     """The prepared folder that config.data names, or its text, prepared now and cached."""
     path = Path(config.data.path)
     if (path / "meta.json").exists():
@@ -50,6 +50,7 @@ def open_data(config: RunConfig, progress: bool = False) -> Prepared:
             tokenizer=config.data.tokenizer,
             val_fraction=config.data.val_fraction,
             progress=progress,
+            quiet=quiet,
         )
     if data.tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
