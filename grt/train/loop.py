@@ -82,12 +82,12 @@ class Trainer:
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
         self.device = resolve_device(config.train.device)
+        self.sampler = depth_sampler(config.model, config.train.depth)  # knows the method, so before text is prepared
         self.data = open_data(config, progress)
         self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
         torch.manual_seed(slot_seed(config.train.seed, -1, 0))
         self.model = build_model(config.model).to(self.device).train()
         self.optimizer = make_optimizer(self.model, config.optim)
-        self.sampler = depth_sampler(config.model, config.train.depth)
         self.checkpoints = Checkpoints(self.out, self.hash, config.train.keep)
         self.state = State()
         self.saved_step = -1
