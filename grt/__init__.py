@@ -14,22 +14,23 @@ if TYPE_CHECKING:
     from grt.model.depth import Depth
     from grt.presets import preset
     from grt.train.checkpoint import load_model
-    from grt.train.loop import train
+    from grt.train.loop import Trainer
 
 __all__ = [
     "Depth",
     "LoopContext",
     "ModelConfig",
     "RunConfig",
+    "Trainer",
     "__version__",
     "build_model",
     "evaluate",
     "generate",
     "load_model",
     "preset",
-    "train",
 ]
 
+# No name may also be that of a module here: importing grt.train, say, makes `grt.train` the module for good.
 _HOMES = {
     "Depth": "grt.model.depth",
     "LoopContext": "grt.model.context",
@@ -40,7 +41,7 @@ _HOMES = {
     "generate": "grt.infer.generate",
     "load_model": "grt.train.checkpoint",
     "preset": "grt.presets",
-    "train": "grt.train.loop",
+    "Trainer": "grt.train.loop",
 }
 
 

@@ -1,5 +1,6 @@
 """What starting costs: `import grt` and `grt --help` answer at once; and the script's behaviour as a process."""
 
+import importlib.util
 import json
 import os
 import re
@@ -60,9 +61,10 @@ def test_help_and_errors_of_commands_need_no_torch(command):
 
 def test_public_names_resolve():
     assert len(grt.__all__) == len(set(grt.__all__)) and set(grt.__all__) <= set(dir(grt))
-    for name in grt.__all__:
-        value = getattr(grt, name)
-        assert isinstance(value, str) or value.__doc__, f"{name} has no docstring"
+    for name, home in grt._HOMES.items():
+        for value in (getattr(grt, name), getattr(grt, name)):  # the first call imports modules
+            assert value is getattr(importlib.import_module(home), name) and callable(value) and value.__doc__
+        assert importlib.util.find_spec(f"grt.{name}") is None, f"the module grt.{name} hides the public name"
     namespace: dict = {}
     exec("from grt import *", namespace)
     assert set(grt.__all__) <= namespace.keys()
@@ -80,8 +82,8 @@ def test_type_checkers_see_the_public_names():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'grt' has no attribute 'Trainer'"):
-        grt.Trainer  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'grt' has no attribute 'Training'"):
+        grt.Training  # noqa: B018
     with pytest.raises(ImportError):
         exec("from grt import nothing_of_the_kind")
 
