@@ -1,8 +1,10 @@
 """What `grt eval`, `generate`, `info` and `list` say: each a dict (the --json document), and a table for people."""
 
 import itertools
+import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,15 @@ def find_text(config: RunConfig, data: str | None) -> Split:
     return prepared.whole()
 
 
+def _trained_on(run: Path) -> str | None:
+    """sha256 of the validation tokens when the run began, from its env.json."""
+    folder = find_checkpoint(run)[0]
+    for path in (folder / "env.json", folder.parent.parent / "env.json"):
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))["data"]["val"]
+    return None
+
+
 def evaluation_report(
     run: Path, data: str | None = None, *, depths: Sequence[int] | None = None, limit: int | None = None,
     batch_size: int = 16, dtype: str = "fp32", device: str = "auto",
@@ -55,6 +66,10 @@ def evaluation_report(
     where = resolve_device(device)
     model, config = load_model(run, where)
     split = find_text(config, data)
+    if data is None and _trained_on(run) not in (None, split.sha256):
+        warnings.warn(
+            f"the validation text of {run} has changed since it was trained: expect another loss", stacklevel=2
+        )
     precision = resolve_dtype(dtype, where, config.model.d_model)
     result = evaluate(model, split, depths=depths, limit=limit, batch_size=batch_size, dtype=precision)
     losses = result.loss_by_depth

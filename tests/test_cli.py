@@ -39,9 +39,10 @@ def write_texts(folder: Path) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """A cache of prepared text for this file, and no warning format that outlives it."""
+    """A cache of prepared text for this file, no warning format that outlives it, and no timing of the machine."""
     shown = warnings.formatwarning
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grt.train.loop.peak_flops", lambda device, dtype: (1e11, "made up"))
         patch.setenv("GRT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
     warnings.formatwarning = shown
@@ -207,7 +208,8 @@ def test_options_override_a_config(grt, run, tmp_path):
 def test_resume_goes_on_from_the_last_checkpoint(grt, run, texts, tmp_path, form):
     out = tmp_path / "run"
     options = [*TINY, "--data.path", texts]
-    grt("train", "grt-nano", *options, "--train.checkpoint-every", "1", "--out", out, "--max-time", "0.0001s")
+    said = grt("train", "grt-nano", *options, "--train.checkpoint-every", "1", "--out", out, "--max-time", "0.0001s")
+    assert f"saved step 1; go on with --resume (grt train --resume --out {out})" in said
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["event"] == "signal" and rows[-1]["step"] == 1 and not (out / "sample.txt").exists()
     grt("train", *{
@@ -610,6 +612,16 @@ def test_a_run_whose_text_is_gone_says_what_to_do(refused, grt, tmp_path):
     line = refused("eval", tmp_path / "run")
     assert f"No file or folder {texts}" in line and "--data evaluates on another" in line
     grt("eval", tmp_path / "run", "--data", tmp_path / "there", "--windows", 1)
+
+
+def test_a_text_that_changed_since_training_is_a_warning(grt, tmp_path):
+    texts = write_texts(tmp_path / "texts")
+    grt("train", "grt-nano", *TINY, "--data.path", texts, "--out", tmp_path / "run")
+    for path in texts.iterdir():
+        path.write_text(path.read_text().replace("line", "lane"))
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000004"):
+        with pytest.warns(UserWarning, match="has changed since it was trained"):
+            grt("eval", place, "--windows", 1)
 
 
 def test_an_error_of_the_system_names_the_file(refused, monkeypatch):

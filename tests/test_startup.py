@@ -106,13 +106,27 @@ def test_errors_leave_stdout_empty():
 
 def test_a_reader_that_leaves_is_no_error():
     """As in `grt info grt-nano | true`: no traceback, and nothing at the interpreter's end either."""
-    for arguments in (["info", "grt-nano"], ["info", "grt-nano", "--json"], ["--help"]):
+    for arguments in (["info", "grt-nano"], ["--help"]):  # a rich table and plain text
         reader, writer = os.pipe()
         os.close(reader)
         command = [sys.executable, "-m", "grt", *arguments]
         done = subprocess.run(command, check=False, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, timeout=60)
         os.close(writer)
         assert (done.returncode, done.stderr) == (0, b""), arguments
+
+
+def test_training_goes_on_when_its_reader_leaves(tmp_path):
+    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
+    tiny = "--model.d-model=16 --model.n-heads=2 --model.context=16 --train.tokens-per-step=32 --train.batch-size=2"
+    options = f"{tiny} --train.steps=3 --train.dtype=fp32 --data.path={tmp_path / 'text.txt'} --out={tmp_path / 'run'}"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "grt", "train", "grt-nano", *options.split()]
+    environment = {**os.environ, "GRT_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, check=False, stdout=writer, stderr=subprocess.PIPE, env=environment, cwd=ROOT)
+    os.close(writer)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+    assert (tmp_path / "run" / "sample.txt").exists()  # the last thing that is done
 
 
 def test_output_for_a_terminal_that_is_not_unicode():
