@@ -146,9 +146,8 @@ class Trainer:
                     if code is not None and not last:
                         what = interrupt.signal.name if interrupt.signal else "max-time"
                         self.log.write("event", self.state.step, event="signal", signal=what)
-                        display.say(
-                            f"{what}: saved step {self.state.step}; go on with --resume (grt train --resume --out {self.out})"
-                        )
+                        how = f"go on with --resume (grt train --resume --out {self.out})"
+                        display.say(f"{what}: saved step {self.state.step}; {how}")
                         return code
             return 0
         finally:
