@@ -1,23 +1,48 @@
 """grt: depth-recurrent language models, from one loop (the Gated Recurrent Transformer and its relatives)."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grt.config import VERSION as __version__
 
+if TYPE_CHECKING:
+    from grt.config import ModelConfig, RunConfig
+    from grt.evals.loss import evaluate
+    from grt.infer.generate import generate
+    from grt.methods import build_model
+    from grt.model.context import LoopContext
+    from grt.model.depth import Depth
+    from grt.presets import preset
+    from grt.train.checkpoint import load_model
+    from grt.train.loop import Trainer
+
+__all__ = [
+    "Depth",
+    "LoopContext",
+    "ModelConfig",
+    "RunConfig",
+    "Trainer",
+    "__version__",
+    "build_model",
+    "evaluate",
+    "generate",
+    "load_model",
+    "preset",
+]
+
+# No name may also be that of a module here: importing grt.train, say, makes `grt.train` the module for good.
 _HOMES = {
-    "RunConfig": "grt.config",
-    "ModelConfig": "grt.config",
-    "preset": "grt.presets",
-    "build_model": "grt.methods",
     "Depth": "grt.model.depth",
     "LoopContext": "grt.model.context",
-    "load_model": "grt.train.checkpoint",
-    "Trainer": "grt.train.loop",  # not `train`: that is a package of grt, which would take the name's place
+    "ModelConfig": "grt.config",
+    "RunConfig": "grt.config",
+    "build_model": "grt.methods",
     "evaluate": "grt.evals.loss",
     "generate": "grt.infer.generate",
+    "load_model": "grt.train.checkpoint",
+    "preset": "grt.presets",
+    "Trainer": "grt.train.loop",
 }
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
@@ -25,3 +50,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'grt' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,4 @@
-"""`python -m grt`."""
+"""`python -m grt` is `grt`."""
 
 import sys
 

@@ -5,7 +5,9 @@ before a subcommand needs it, so `grt --help` answers at once. Exit codes: 0; 2 
 130 Ctrl-C and 143 SIGTERM, both after a saved checkpoint.
 """
 
+import io
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -16,18 +18,19 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from grt.config import ConfigError, RunConfig, load
-from grt.options import parse
-from grt.presets import PRESETS, preset
+from grt.config import VERSION, ConfigError, RunConfig, load
+from grt.options import parse, starting_config
+from grt.presets import preset
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
+Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
 
 @dataclass
 class Prepare:
     """Turn text into token shards."""
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """builtin, stdlib, a .txt file, or a folder of them."""
     out: Path
     """Folder for the shards and their meta.json."""
@@ -67,31 +70,13 @@ def run_train(arguments: list[str]) -> int:
     return train_and_show(command.run, command.out, command.resume, command.max_time)
 
 
-def starting_config(arguments: list[str]) -> tuple[RunConfig, list[str]]:
-    """The config that options are applied to: a preset, a --config file, or the one of the run to resume."""
-    arguments = [
-        part for a in arguments for part in (a.split("=", 1) if a.startswith(("--config=", "--out=")) else [a])
-    ]
-    if arguments and not arguments[0].startswith("-"):
-        return preset(arguments[0]), arguments[1:]
-    for option in ("--config", "--out"):
-        if option in arguments[:-1] and (option == "--config" or "--resume" in arguments):
-            at = arguments.index(option)
-            path = Path(arguments[at + 1])
-            rest = arguments if option == "--out" else arguments[:at] + arguments[at + 2 :]
-            return load(path / "config.json" if path.is_dir() else path), rest
-    if "-h" in arguments or "--help" in arguments:
-        return preset("grt-nano"), arguments
-    raise ConfigError(f"name a preset ({', '.join(PRESETS)}) or a file with --config.")
-
-
 def train_and_show(config: RunConfig, out: Path, resume: bool, max_time: str = "") -> int:
     from grt.train.interrupt import parse_duration
     from grt.train.loop import Trainer
 
-    max_seconds = parse_duration(max_time) if max_time else None
+    seconds = parse_duration(max_time) if max_time else None
     trainer = Trainer(config, out, resume=resume)
-    code = trainer.run(max_seconds)
+    code = trainer.run(seconds)
     if trainer.state.step < config.train.steps:
         return code
     from grt.report import show_run
@@ -104,17 +89,20 @@ def train_and_show(config: RunConfig, out: Path, resume: bool, max_time: str = "
 class Eval:
     """Loss of a trained model at each depth."""
 
-    run: tyro.conf.Positional[Path]
+    run: Run
     """A run's folder, one of its checkpoints, or a model folder."""
-    data: str | None = None
+    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A text file or a prepared folder, read whole; without it, the run's own validation split."""
     depth: list[int] = field(default_factory=list)
     """Depths to evaluate; without it, every one from 0 (the prelude alone) to R."""
-    windows: int | None = None
+    windows: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Read only this many windows."""
     batch_size: int = 16
+    """Windows at a time."""
     dtype: Literal["auto", "fp32", "bf16"] = "fp32"
+    """Precision of the matrix products; auto: the fastest here."""
     device: Device = "auto"
+    """Where to compute."""
     json: bool = False
     """Print one JSON document."""
 
@@ -135,11 +123,11 @@ def run_eval(arguments: list[str]) -> int:
 class Generate:
     """Continue a text."""
 
-    run: tyro.conf.Positional[Path]
+    run: Run
     """A run's folder, one of its checkpoints, or a model folder."""
     prompt: str = ""
     """Text to continue; empty starts a new document."""
-    depth: int | None = None
+    depth: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Passes through the core; default R."""
     temperature: float = 0.8
     """0 is greedy."""
@@ -148,8 +136,11 @@ class Generate:
     top_p: float = 1.0
     """Sample among the likeliest tokens that hold this much probability."""
     seed: int = 1337
+    """Decides what is drawn."""
     max_new_tokens: int = 256
+    """Stop after this many tokens, or before end-of-text."""
     device: Device = "auto"
+    """Where to compute."""
     json: bool = False
     """Print one JSON document."""
 
@@ -171,7 +162,7 @@ def run_generate(arguments: list[str]) -> int:
 class Info:
     """Parameters, FLOPs and memory of a preset or a run."""
 
-    what: tyro.conf.Positional[str]
+    what: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PRESET|RUN")]
     """A preset's name, or a run's folder."""
     json: bool = False
     """Print one JSON document."""
@@ -190,7 +181,7 @@ def run_info(arguments: list[str]) -> int:
 class List:
     """Presets, methods, and the runs under a folder."""
 
-    folder: tyro.conf.Positional[Path] = Path("runs")
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")] = Path("runs")
     """Where to look for runs."""
 
 
@@ -275,34 +266,50 @@ def usage() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand; user errors are one line on stderr and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if arguments else 2
-    name, *rest = arguments
-    if name == "--version":
-        import grt
-
-        print(f"grt {grt.__version__}")
-        return 0
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? where it cannot show a character
     try:
-        if name not in COMMANDS:
-            import difflib
-
-            nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"unknown command {name!r}: did you mean {nearest}?")
-        return COMMANDS[name][1](rest)
-    except BrokenPipeError:  # the reader of our output left
-        sys.stderr.close()
+        code = dispatch(arguments)
+        sys.stdout.flush()  # here, where a reader that left is noticed in good order
+        return code
+    except BrokenPipeError:  # as in `grt generate ... | head -c 99`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         code = exit_code(error)
         if code is None:
             raise
-        print(f"grt: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"grt: {sentence(error)}", file=sys.stderr)
         return code
     except KeyboardInterrupt:
+        print("grt: interrupted", file=sys.stderr)
         return 130
+
+
+def dispatch(arguments: list[str]) -> int:
+    name, *rest = arguments or [""]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"grt {VERSION}")
+        return 0
+    if name not in COMMANDS:
+        import difflib
+
+        if not name or name.startswith("-"):
+            raise ConfigError(f"name a command first: {', '.join(COMMANDS)}; `grt --help` says what each does.")
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"unknown command {name!r}: did you mean {nearest}? `grt --help` shows all.")
+    return COMMANDS[name][1](rest)
+
+
+def sentence(error: Exception) -> str:
+    """One line that says what is wrong; for an error of the system also with which file, and what to do."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}: check the path, its permissions and the space on its disk."
+    return " ".join(str(error).split())
 
 
 def exit_code(error: Exception) -> int | None:

@@ -1,15 +1,29 @@
 """Command-line options from dataclasses (tyro), with its errors cut down to one sentence."""
 
 import contextlib
+import difflib
 import io
 import re
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
-from grt.config import ConfigError
+from grt.config import ConfigError, RunConfig, load
+from grt.presets import PRESETS, preset
 
 T = TypeVar("T")
+
+# What tyro says (first part of its box) -> what we say; the groups of the pattern fill the sentence.
+SENTENCES = {
+    r"Error parsing (-\S+): invalid literal for int\(\) with base 10: (.*)": "{0} is {1}: give a whole number",
+    r"Error parsing (-\S+): could not convert string to float: (.*)": "{0} is {1}: give a number",
+    r"Error parsing (-\S+): Could not find valid parse for arguments: \[(.*)\]": "{0} is {1}: give whole numbers",
+    r"Error parsing (-\S+): no type matching .*INT could .*from \[(.*)\]": "{0} is {1}: give a whole number",
+    r"Error parsing [\w.]+: (.*)": "{0}",
+    r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)": "{1} is {0}: choose one of {2}",
+    r"Missing value for argument '(.*)'\. Expected .*": "{0} has no value: give one (as {0}=VALUE if it begins with -)",
+}
 
 
 def parse(command: type[T], arguments: list[str], name: str, default: Any = None) -> T:
@@ -17,18 +31,66 @@ def parse(command: type[T], arguments: list[str], name: str, default: Any = None
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(command, args=arguments, prog=f"grt {name}", default=default)
+            return tyro.cli(
+                command, args=arguments, prog=f"grt {name}", default=default, config=(tyro.conf.FlagCreatePairsOff,)
+            )
     except SystemExit as stop:
         if not stop.code:
             raise
         raise ConfigError(one_sentence(told.getvalue())) from None
 
 
+def starting_config(arguments: list[str]) -> tuple[RunConfig, list[str]]:
+    """The config that options are applied to: a preset, a --config file, or the one of the run to resume."""
+    arguments = [
+        part for a in arguments for part in (a.split("=", 1) if a.startswith(("--config=", "--out=")) else [a])
+    ]
+    for at, argument in enumerate(arguments):  # the preset comes first, or is the last of `train --out DIR PRESET`
+        if not argument.startswith("-") and (at == 0 or (argument in PRESETS and not takes_value(arguments[at - 1]))):
+            return preset(argument), arguments[:at] + arguments[at + 1 :]
+    for option in ("--config", "--out"):
+        if option in arguments[:-1] and (option == "--config" or "--resume" in arguments):
+            at = arguments.index(option)
+            path = Path(arguments[at + 1])
+            rest = arguments if option == "--out" else arguments[:at] + arguments[at + 2 :]
+            return load(path / "config.json" if path.is_dir() else path), rest
+    if "-h" in arguments or "--help" in arguments:
+        return preset("grt-nano"), arguments
+    raise ConfigError(f"name a preset ({', '.join(PRESETS)}) or a file with --config.")
+
+
+def takes_value(argument: str) -> bool:
+    return argument.startswith("-") and "=" not in argument and argument != "--resume"
+
+
 def one_sentence(box: str) -> str:
     """The message of one of tyro's error boxes, and the option it suggests."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:-1]]
-    parts = " ".join("\n" if not line.strip("─") else line for line in lines).split("\n")
-    message = re.sub(r"^Error parsing [\w.]+: ", "", parts[0].strip().rstrip("."))
-    if "Perhaps you meant" in box and (suggested := re.search(r"(--[\w.-]+)", parts[1])):
-        message += f"; did you mean {suggested[1]}?"
-    return message if message.endswith("?") else message + "."
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
+    parts = [part.strip() for part in " ".join("\n" if not line.strip("─-") else line for line in lines).split("\n")]
+    parts = [part for part in parts if part]
+    message = parts[0].rstrip(".")
+    if message.startswith("Missing from"):
+        return missing(message)
+    if message.startswith("Unrecognized options: "):
+        return unknown(message.removeprefix("Unrecognized options: "), " ".join(parts[1:]))
+    for pattern, sentence in SENTENCES.items():
+        if found := re.fullmatch(pattern, message):
+            return sentence.format(*found.groups()).rstrip(".") + "."
+    return message + "."
+
+
+def missing(message: str) -> str:
+    """Missing from grt eval: PATH A run's folder. (required) -> missing: PATH (A run's folder)."""
+    items = re.findall(r"((?:--\S+ )?[A-Z|]+) (.*?)\.? \(required\)", message.partition(": ")[2])
+    return "missing: " + ", ".join(f"{name} ({what})" for name, what in items) + "."
+
+
+def unknown(given: str, suggestions: str) -> str:
+    """The first option or argument that nobody knows, and the nearest of those that tyro suggests."""
+    if not given.startswith("-"):
+        return f"unexpected argument {given!r}: leave it out, or quote a value that has spaces."
+    option = re.split(r"[=,]", given)[0]
+    candidates = {name.split(".")[-1].lstrip("-"): name for name in re.findall(r"(?<!\S)--[\w.-]+", suggestions)}
+    nearest = difflib.get_close_matches(option.split(".")[-1].lstrip("-"), candidates, n=1, cutoff=0.0)
+    hint = f"did you mean {candidates[nearest[0]]}?" if nearest else "--help shows all."
+    return f"unknown option {option}: {hint}"

@@ -1,13 +1,15 @@
 """What `grt eval`, `generate`, `info` and `list` say: each a dict (the --json document), and a table for people."""
 
+import itertools
+import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from grt.config import ConfigError, RunConfig, config_hash, load
@@ -22,19 +24,37 @@ from grt.model.precision import dtype_name, resolve_device, resolve_dtype
 from grt.presets import PRESETS, preset
 from grt.train.checkpoint import find_checkpoint, load_model, read_manifest, replace_file
 from grt.train.folder import commit
-from grt.train.log import read_metrics
+from grt.train.log import Output, read_metrics
 from grt.train.loop import open_data
 
-console = Console(highlight=False, soft_wrap=True)
+console = Output()
 
 
 def find_text(config: RunConfig, data: str | None) -> Split:
-    """The run's validation split, or all of a text file, or the validation split of a prepared folder."""
+    """The run's validation split, or all of a text file or of a prepared folder (its training text first)."""
     if data is None:
-        return open_data(config).split("val")
-    if (Path(data) / "meta.json").exists():
-        return load_prepared(Path(data)).split("val")
-    return prepare(data, tokenizer=config.data.tokenizer, val_fraction=1.0).split("val")
+        try:
+            return open_data(config, quiet=True).split("val")
+        except ConfigError as error:
+            raise ConfigError(f"{error} (This is the run's own text; --data evaluates on another.)") from None
+    if not (Path(data) / "meta.json").exists():
+        return prepare(data, tokenizer=config.data.tokenizer, val_fraction=1.0, quiet=True).split("val")
+    prepared = load_prepared(Path(data))
+    if prepared.tokenizer.name != config.data.tokenizer:
+        raise ConfigError(
+            f"{data} holds {prepared.tokenizer.name} tokens, the run reads {config.data.tokenizer}: prepare the text "
+            f"with --tokenizer {config.data.tokenizer}."
+        )
+    return prepared.whole()
+
+
+def _trained_on(run: Path) -> str | None:
+    """sha256 of the validation tokens when the run began, from its env.json."""
+    folder = find_checkpoint(run)[0]
+    for path in (folder / "env.json", folder.parent.parent / "env.json"):
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))["data"]["val"]
+    return None
 
 
 def evaluation_report(
@@ -46,9 +66,15 @@ def evaluation_report(
     where = resolve_device(device)
     model, config = load_model(run, where)
     split = find_text(config, data)
+    if data is None and _trained_on(run) not in (None, split.sha256):
+        warnings.warn(
+            f"the validation text of {run} has changed since it was trained: expect another loss", stacklevel=2
+        )
     precision = resolve_dtype(dtype, where, config.model.d_model)
     result = evaluate(model, split, depths=depths, limit=limit, batch_size=batch_size, dtype=precision)
     losses = result.loss_by_depth
+    if not all(map(math.isfinite, losses.values())):
+        raise ConfigError(f"the loss of {run} is not finite: its weights are broken, use another checkpoint.")
     head = cost.head_flops(config.model)
     return {
         "run": str(run),
@@ -97,12 +123,17 @@ def generation_report(
     """The JSON document of `grt generate`; `stream` is given the prompt and then the text as it comes."""
     model, config = load_model(run, resolve_device(device))
     tokenizer = get_tokenizer(config.data.tokenizer)
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
-    if stream:
-        stream(prompt)
+    try:
+        ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
+    except UnicodeEncodeError:
+        raise ConfigError("the prompt is not UTF-8: convert it first.") from None
+    new = generate(model, ids, stop=tokenizer.eot, **options)
     tokens: list[int] = []
     shown, start = "", time.perf_counter()
-    for token in generate(model, ids, stop=tokenizer.eot, **options):
+    first = list(itertools.islice(new, 1))  # before anything is shown: settings that cannot work are found here
+    if stream:
+        stream(prompt)
+    for token in itertools.chain(first, new):
         tokens.append(token)
         text = tokenizer.decode(tokens)
         if stream and not text.endswith("\ufffd"):  # a character whose last bytes are still to come
@@ -120,7 +151,7 @@ def generation_report(
         "finish_reason": "length" if len(tokens) == options["max_new_tokens"] else "stop",
         "depths": [depth] * len(tokens),
         "mean_depth": float(depth),
-        "tokens_per_s": len(tokens) / seconds,
+        "tokens_per_s": len(tokens) / max(seconds, 1e-9),
     }
 
 
@@ -132,7 +163,7 @@ def show_run(out: Path) -> None:
     text = generation_report(out, "", temperature=0.8, top_k=0, top_p=1.0, seed=1337, max_new_tokens=400)["text"]
     replace_file(out / "sample.txt", text)
     console.print("a sample (temperature 0.8):", style="bold")
-    console.print(text, markup=False)
+    console.print(text)
     console.print(f"curve: {out / 'curve.png'}   metrics: {out / 'metrics.jsonl'}   sample: {out / 'sample.txt'}")
 
 
@@ -146,7 +177,10 @@ def info_report(what: str) -> dict[str, Any]:
     elif path.is_dir():
         config = load(path / "config.json")
     else:
-        config = preset(what)  # names the nearest preset
+        try:
+            config = preset(what)
+        except ConfigError as error:
+            raise ConfigError(f"{what} is no folder of a run, and as a preset: {error}") from None
     with torch.device("meta"):
         model = build_model(config.model)
     R, context = config.model.blocks.R, config.model.context
@@ -202,16 +236,18 @@ def show_list(folder: Path) -> None:
     table = Table(title=f"runs under {folder}")
     for column in ("run", "name", "method", "layout", "step", "validation loss", "config"):
         table.add_column(column)
+    broken = []
     for run in runs:
-        table.add_row(*_run_row(run))
+        try:
+            table.add_row(*_run_row(run, load(run / "config.json")))
+        except ConfigError as error:
+            broken.append(f"left out: {error}")
     console.print(table)
+    for line in broken:
+        console.print(line)
 
 
-def _run_row(run: Path) -> list[str]:
-    try:
-        config = load(run / "config.json")
-    except ConfigError as error:
-        return [str(run), "", "", "", "", "", str(error)]
+def _run_row(run: Path, config: RunConfig) -> list[str]:
     rows = read_metrics(run / "metrics.jsonl")
     steps = [row["step"] for row in rows if row["kind"] == "train"]
     losses = [row["loss"] for row in rows if row["kind"] == "eval"]

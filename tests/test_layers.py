@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vllm": BASE | {"infer"},
     "bench": BASE | {"infer", "train", "data", "evals"},
     "paper": BASE | SIBLINGS,
-    "options": {"config"},
+    "options": {"config", "presets"},
     "report": BASE | SIBLINGS | {"paper"},
     "cli": BASE | SIBLINGS | {"paper", "report", "options", "__init__"},
     "__main__": {"cli"},

@@ -41,13 +41,15 @@ def prepare(
     val_fraction: float = 0.02,
     out: Path | None = None,
     progress: bool = False,
+    quiet: bool = False,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Prepared:
     """Token shards of a corpus (see `open_corpus`), from the cache or `out` if they are there and intact, else made.
 
     Documents go to validation by their hash, so that adding one moves no other; if that leaves a split without a
     document, the end of each document is the validation text (`split_rule` in meta.json says which). 1.0 puts all
-    into validation. Raises ConfigError for unreadable text, a fraction outside (0, 1], or an `out` in other use.
+    into validation. stderr is told what was made; with `progress` also what was found in the cache, with `quiet`
+    nothing. Raises ConfigError for unreadable text, a fraction outside (0, 1], or an `out` in other use.
     """
     if not 0 < val_fraction <= 1:
         raise ConfigError(f"val_fraction is {val_fraction}: give a share above 0 and up to 1, such as 0.02.")
@@ -64,15 +66,17 @@ def prepare(
         _refuse_other_use(folder, key)
     prepared = load_if_intact(folder)
     if prepared is None:
-        rule = _split_rule(survey, val_fraction)
+        rule = _split_rule(survey, val_fraction, quiet)
         described = dict(source=corpus.name, key=key, corpus_sha256=survey.sha256, split_rule=rule)
         parts = _parts(corpus, survey, rule, progress)
         prepared = write_prepared(folder, parts, tok, shard_tokens, **described)
+        progress = True
     counts = (
         f"{name} {split['documents']} documents, {split['tokens']} tokens"
         for name, split in prepared.meta["splits"].items()
     )
-    _say(f"{corpus.name}: {'; '.join(counts)}; corpus sha256 {survey.sha256}; in {folder}")
+    if progress and not quiet:
+        _say(f"{corpus.name}: {'; '.join(counts)}; corpus sha256 {survey.sha256}; in {folder}")
     return prepared
 
 
@@ -100,11 +104,12 @@ def _is_val(text_bytes: bytes, val_fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(text_bytes).digest()[:8], "big") < val_fraction * 2**64
 
 
-def _split_rule(survey: _Survey, val_fraction: float) -> dict:
+def _split_rule(survey: _Survey, val_fraction: float, quiet: bool) -> dict:
     if val_fraction == 1 or 0 < survey.val_documents < survey.documents:
         return {"by": "document hash", "val_fraction": val_fraction}
     tail = min(max(val_fraction, MIN_TAIL), MAX_TAIL)
-    _say(f"Too few documents to split by hash: the last {tail:.0%} of each is validation text.")
+    if not quiet:
+        _say(f"Too few documents to split by hash: the last {tail:.0%} of each is validation text.")
     return {"by": "tail of each document", "val_fraction": val_fraction, "tail": tail}
 
 

@@ -40,6 +40,18 @@ class Prepared:
         entry, vocab_size = self.meta["splits"][name], self.meta["tokenizer"]["vocab_size"]
         return Split(name, self.folder, entry, self.meta["dtype"], vocab_size)
 
+    def whole(self) -> Split:
+        """All tokens: those of `train`, then those of `val`. Its sha256 is that of the sha256 of both."""
+        entries = [entry for entry in self.meta["splits"].values() if entry["tokens"]]
+        entry: dict
+        if len(entries) == 1:
+            entry = entries[0]
+        else:
+            entry = {key: sum(entry[key] for entry in entries) for key in ("documents", "tokens", "bytes")}
+            entry["shards"] = [shard for part in entries for shard in part["shards"]]
+            entry["sha256"] = hashlib.sha256("".join(part["sha256"] for part in entries).encode()).hexdigest()
+        return Split("whole", self.folder, entry, self.meta["dtype"], self.meta["tokenizer"]["vocab_size"])
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that wrote the ids. Raises ConfigError when the one of that name has changed since."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from grt.config import ConfigError
 from grt.data.loader import Split, n_windows, windows
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
@@ -45,6 +46,9 @@ def evaluate(
     depths = list(range(R + 1)) if depths is None else sorted(set(depths))
     model.check_depth(min(depths[0], R), least=0)
     model.check_depth(depths[-1], least=0)  # the only one that may warn
+    for name, value in (("windows", limit), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}: it must be at least 1.")
     context, device = model.config.context, model.device
     count = n_windows(split, context, limit)
     sums = torch.zeros(len(depths), dtype=torch.float64)

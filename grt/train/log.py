@@ -11,6 +11,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+class Output(Console):
+    """Standard output for people: text as it is (a `[` or `:x:` in a path is no markup), tables as wide as
+    their content when piped, and silence once the reader has left (`| head`): a training run goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, soft_wrap=True, markup=False, emoji=False)
+        if not self.is_terminal:
+            self.width = 10_000
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class MetricsLog:
     """metrics.jsonl: one JSON object a line, appended and flushed; `step` counts finished optimizer steps."""
 
@@ -27,13 +40,16 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that a crash cut short is left out."""
+    """The lines of a metrics.jsonl up to the first that is none of ours: a crash may cut the last line short."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             break
+        if not isinstance(row, dict) or not {"kind", "step"} <= row.keys():
+            break
+        rows.append(row)
     return rows
 
 
@@ -51,13 +67,13 @@ class Display:
     """A rich progress bar where there is a terminal, else one plain line now and then."""
 
     def __init__(self, steps: int, done: int, seconds_between_lines: float = 15.0) -> None:
-        self.console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        self.console = Output()
         self.steps, self.pause = steps, seconds_between_lines
         self.started, self.start_step, self.last_line = time.monotonic(), done, time.monotonic()
         self.progress: Progress | None = None
         if self.console.is_terminal:
             columns = (
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(),
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20),
                 TextColumn("{task.fields[status]}"), TextColumn("left"), TimeRemainingColumn(),
             )  # fmt: skip
             self.progress = Progress(*columns, console=self.console)
@@ -74,7 +90,7 @@ class Display:
             self.say(f"step {step}/{self.steps}  {status}  left {per_step * (self.steps - step):.0f} s")
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def close(self) -> None:
         if self.progress is not None:

@@ -37,7 +37,7 @@ def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(f"slot/{seed}/{step}/{slot}/{rank}".encode()).digest()[:7], "big")
 
 
-def open_data(config: RunConfig, progress: bool = False) -> Prepared:
+def open_data(config: RunConfig, progress: bool = False, quiet: bool = False) -> Prepared:
     """The prepared folder that config.data names, or its text, prepared now and cached."""
     path = Path(config.data.path)
     if (path / "meta.json").exists():
@@ -48,6 +48,7 @@ def open_data(config: RunConfig, progress: bool = False) -> Prepared:
             tokenizer=config.data.tokenizer,
             val_fraction=config.data.val_fraction,
             progress=progress,
+            quiet=quiet,
         )
     if data.tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -67,6 +68,7 @@ class Trainer:
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
         self.device = resolve_device(config.train.device)
+        self.sampler = depth_sampler(config.model, config.train.depth)  # knows the method, so before text is prepared
         self.data = open_data(config, progress)
         self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
         for split in (self.train_split, self.val_split):
@@ -74,7 +76,6 @@ class Trainer:
         torch.manual_seed(slot_seed(config.train.seed, -1, 0))
         self.model = build_model(config.model).to(self.device).train()
         self.optimizer = make_optimizer(self.model, config.optim)
-        self.sampler = depth_sampler(config.model, config.train.depth)
         self.checkpoints = Checkpoints(self.out, self.hash, config.train.keep)
         self.state = State()
         self.saved_step = -1
@@ -139,7 +140,8 @@ class Trainer:
                     if code is not None and not last:
                         what = interrupt.signal.name if interrupt.signal else "max-time"
                         self.log.write("event", self.state.step, event="signal", signal=what)
-                        display.say(f"{what}: saved step {self.state.step}; go on with --resume")
+                        how = f"go on with --resume (grt train --resume --out {self.out})"
+                        display.say(f"{what}: saved step {self.state.step}; {how}")
                         return code
             return 0
         finally:
