@@ -7,6 +7,7 @@ does not rename old runs); the value of every hyper-parameter that somebody chos
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import typing
 from dataclasses import dataclass, field
@@ -32,9 +33,9 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Read `2+5x4+2`, or `12L` and `12` for a dense model of 12 blocks (ConfigError on anything else)."""
-        if dense := re.fullmatch(r"(\d+)L?", text):
+        if dense := re.fullmatch(r"(\d{1,6})L?", text, re.ASCII):
             layout = cls(int(dense[1]), 0, 0, 0)
-        elif recurrent := re.fullmatch(r"(\d+)\+(\d+)[x×](\d+)\+(\d+)", text):
+        elif recurrent := re.fullmatch(r"(\d{1,6})\+(\d{1,6})[x×](\d{1,6})\+(\d{1,6})", text, re.ASCII):
             layout = cls(*map(int, recurrent.groups()))
         else:
             raise ConfigError(f"model.layout is {text!r}, which is not a layout: write '1+1x6+1' or '12L'.")
@@ -90,6 +91,7 @@ class ModelConfig:
     """GRT: sigma_g, standard deviation of the gate noise in training (eq:gate)."""
 
     def __post_init__(self) -> None:
+        finite("model", self)
         Layout.parse(self.layout)
         for name in ("d_model", "n_heads", "context", "vocab_size"):
             at_least(f"model.{name}", getattr(self, name), 1)
@@ -122,6 +124,7 @@ class DataConfig:
     """Share of the documents that is kept for validation, chosen by their hash."""
 
     def __post_init__(self) -> None:
+        finite("data", self)
         if not 0 < self.val_fraction < 1:
             raise ConfigError(f"data.val_fraction is {self.val_fraction}: it must lie between 0 and 1.")
 
@@ -144,6 +147,7 @@ class OptimConfig:
     """Largest norm of the whole gradient."""
 
     def __post_init__(self) -> None:
+        finite("optim", self)
         if self.lr <= 0:
             raise ConfigError(f"optim.lr is {self.lr}: it must be above 0.")
         if not 0 <= self.min_lr_ratio <= 1:
@@ -221,6 +225,12 @@ def at_least(name: str, value: float, least: float) -> None:
         raise ConfigError(f"{name} is {value}: it must be at least {least}.")
 
 
+def finite(section: str, config: Any) -> None:
+    for name, value in vars(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{section}.{name} is {value}: it must be a finite number.")
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
@@ -245,12 +255,10 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         if value not in typing.get_args(hint):
             raise ConfigError(f"{where} is {value!r}: choose one of {', '.join(map(str, typing.get_args(hint)))}.")
         return value
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < 1e300:  # larger ones may not fit
         return float(value)
     if type(value) is not hint:
         raise ConfigError(f"{where} is {value!r}: it must be of type {hint.__name__}.")
-    if hint is float and value != value:
-        raise ConfigError(f"{where} is not a number: give it one.")
     return value
 
 
@@ -260,12 +268,14 @@ def load(path: Path) -> RunConfig:
         return from_dict(RunConfig, json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: give a config.json or a run's folder.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}): restore it or write it anew.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): give a config.json.") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply to be a config: restore it or write it anew.") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+        raise ConfigError(f"{path} is not JSON ({error}): restore it or write it anew.") from None
 
 
 def dump(config: RunConfig) -> str:

@@ -1,6 +1,5 @@
 """Text from a model: one token at a time, each from a fresh forward pass over the last `context` tokens."""
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -43,11 +42,12 @@ def generate(
     """
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one token (end-of-text starts a fresh document).")
-    if not 0 <= temperature < math.inf:
-        raise ConfigError(f"temperature is {temperature}: it must be at least 0 (0 is greedy) and finite.")
-    for name, value in (("top_k", top_k), ("max_new_tokens", max_new_tokens)):
-        if value < 0:
-            raise ConfigError(f"{name} is {value}: it must be at least 0.")
+    if not temperature >= 0:  # NaN too
+        raise ConfigError(f"temperature is {temperature}: it must be at least 0 (0 is greedy).")
+    if top_k < 0:
+        raise ConfigError(f"top_k is {top_k}: it must be at least 0 (0 keeps every token).")
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}: it must be at least 0.")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p is {top_p}: it must be above 0 and at most 1.")
     steps = model.full_depth if depth is None else Depth(depth)

@@ -99,7 +99,8 @@ class RecurrentDepthModel(nn.Module):
         R, name = self.config.blocks.R, self.config.method_name
         if self.config.blocks.is_dense and steps > 0:
             raise ConfigError(f"depth is {steps}, but a dense model has no core to repeat: leave depth out.")
-        if steps < least and R:
+        least = min(least, R)  # 0 for a dense model
+        if steps < least:
             raise ConfigError(f"depth is {steps}: give at least {least}.")
         if steps > R:
             if not self.rule.extrapolates:
