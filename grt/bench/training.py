@@ -50,12 +50,12 @@ class Contestant:
         start = time.perf_counter()
         for steps in self.depths:
             with autocast(self.device, self.dtype):
-                loss = self.model.loss(ids, targets, Depth(steps))
-            (loss.total / len(self.depths)).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                total = self.model.loss(ids, targets, Depth(steps)).total
+            (total / len(self.depths)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        loss.total.item()  # waits for the device
+        norm.item()  # waits for the device
         return (time.perf_counter() - start) / (len(self.depths) * ids.numel())
 
 
@@ -104,8 +104,6 @@ def show(report: dict[str, object]) -> None:
         table.add_column(column, justify="right")
     for row in report["rows"]:  # type: ignore[attr-defined]
         low, high = row["spread"]
-        table.add_row(
-            row["name"], f"{row['us_per_token']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{low:.2f}-{high:.2f}"
-        )
+        table.add_row(row["name"], f"{row['us_per_token']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{low:.2f}-{high:.2f}")
     console.print(table)
     print(json.dumps(report))
