@@ -12,7 +12,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -193,38 +193,13 @@ def run_list(arguments: list[str]) -> int:
     return 0
 
 
-@dataclass
-class BenchTraining:
-    """Time per token of a training step: the recurrent model in turn with dense of equal block executions."""
-
-    layout: str = "1+1x10+1"
-    method: str = "grt"
-    d_model: int = 256
-    n_heads: int = 4
-    context: int = 256
-    batch_size: int = 8
-    """Sequences of one slot."""
-    alternations: int = 10
-    """Turns that count; one more warms up."""
-    dtype: Literal["auto", "fp32", "bf16"] = "bf16"
-    device: Device = "auto"
-    threads: int = 0
-    """CPU threads; 0: as many as torch takes by itself."""
-
-
 def run_bench(arguments: list[str]) -> int:
-    if not arguments or arguments[0] != "training":
-        raise ConfigError("name what to bench: grt bench training.")
-    command = parse(BenchTraining, arguments[1:], "bench training")
-    import torch
+    if arguments and arguments[0] == "training":
+        from grt.bench.training import BenchTraining, bench_training, show
 
-    from grt.bench.training import Shape, bench_training, show
-
-    if command.threads:
-        torch.set_num_threads(command.threads)
-    shape = {f.name: getattr(command, f.name) for f in fields(Shape)}
-    show(bench_training(Shape(**shape), command.alternations, command.dtype, command.device))
-    return 0
+        show(bench_training(parse(BenchTraining, arguments[1:], "bench training")))
+        return 0
+    raise ConfigError("name what to bench: grt bench training.")
 
 
 @dataclass

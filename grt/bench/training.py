@@ -9,12 +9,13 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from grt.config import ModelConfig, OptimConfig
+from grt.config import ConfigError, ModelConfig, OptimConfig, at_least
 from grt.methods import build_model
 from grt.model.depth import Depth
 from grt.model.precision import autocast, cpu_name, dtype_name, resolve_device, resolve_dtype
@@ -23,8 +24,8 @@ from grt.train.optim import make_optimizer
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What is timed: 12 block executions at width 256, in slots of batch_size x context tokens."""
+class BenchTraining:
+    """Time per token of a training step: the recurrent model in turn with dense of equal block executions."""
 
     layout: str = "1+1x10+1"
     method: str = "grt"
@@ -32,7 +33,13 @@ class Shape:
     n_heads: int = 4
     context: int = 256
     batch_size: int = 8
-    vocab_size: int = 257
+    """Sequences of one slot."""
+    alternations: int = 10
+    """Turns that count; one more warms up."""
+    dtype: Literal["auto", "fp32", "bf16"] = "bf16"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    threads: int = 0
+    """CPU threads; 0: as many as torch takes by itself."""
 
 
 class Contestant:
@@ -60,20 +67,26 @@ class Contestant:
         return (time.perf_counter() - start) / (len(self.depths) * ids.numel())
 
 
-def bench_training(shape: Shape, alternations: int, dtype: str, device: str) -> dict[str, object]:
+def bench_training(options: BenchTraining) -> dict[str, Any]:
     """Alternate the two models; the JSON document of the bench."""
-    where = resolve_device(device)
-    precision = resolve_dtype(dtype, where, shape.d_model)
+    at_least("--alternations", options.alternations, 1)
+    at_least("--batch-size", options.batch_size, 1)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    where = resolve_device(options.device)
+    precision = resolve_dtype(options.dtype, where, options.d_model)
     config = ModelConfig(
-        method=shape.method, layout=shape.layout, d_model=shape.d_model, n_heads=shape.n_heads, context=shape.context,
-        vocab_size=shape.vocab_size,
+        method=options.method, layout=options.layout, d_model=options.d_model, n_heads=options.n_heads,
+        context=options.context, vocab_size=257,
     )  # fmt: skip
+    if config.blocks.is_dense:
+        raise ConfigError(f"--layout {options.layout} has no core to compare with dense: write one as 1+1x10+1.")
     R, executions = config.blocks.R, config.blocks.n_executions()
-    ours = Contestant(f"{shape.method} {shape.layout}", config, list(range(1, R + 1)), where, precision)
+    ours = Contestant(f"{options.method} {options.layout}", config, list(range(1, R + 1)), where, precision)
     dense = Contestant(f"dense {executions}L", replace(config, layout=f"{executions}L"), [0] * R, where, precision)
-    tokens = torch.randint(0, shape.vocab_size, (shape.batch_size, shape.context + 1)).to(where)
+    tokens = torch.randint(0, 257, (options.batch_size, options.context + 1)).to(where)
     times: dict[str, list[float]] = {ours.name: [], dense.name: []}
-    for turn in range(alternations + 1):
+    for turn in range(options.alternations + 1):
         order = (ours, dense) if turn % 2 else (dense, ours)
         measured = {contestant.name: contestant.turn(tokens) for contestant in order}
         if turn:  # the first turn warms up
@@ -91,19 +104,19 @@ def bench_training(shape: Shape, alternations: int, dtype: str, device: str) -> 
     ]
     return {
         "bench": "training", "device": cpu_name() if where.type == "cpu" else torch.cuda.get_device_name(where),
-        "threads": torch.get_num_threads(), "dtype": dtype_name(precision), "alternations": alternations,
-        "shape": vars(shape), "rows": rows,
+        "threads": torch.get_num_threads(), "dtype": dtype_name(precision),
+        "options": vars(options), "rows": rows,
         "ratios": {f"{ours.name} / {dense.name}": statistics.median(ratios), "spread": [min(ratios), max(ratios)]},
     }  # fmt: skip
 
 
-def show(report: dict[str, object]) -> None:
+def show(report: dict[str, Any]) -> None:
     """A table for people, then the report as one JSON line."""
     console = Console(highlight=False, soft_wrap=True)
     table = Table(title=f"training, {report['dtype']} on {report['device']} ({report['threads']} threads)")
     for column in ("model", "us per token", "tokens per s", "fastest-slowest us"):
         table.add_column(column, justify="right")
-    for row in report["rows"]:  # type: ignore[attr-defined]
+    for row in report["rows"]:
         low, high = row["spread"]
         table.add_row(row["name"], f"{row['us_per_token']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{low:.2f}-{high:.2f}")
     console.print(table)
