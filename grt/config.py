@@ -38,7 +38,7 @@ class Layout:
         elif recurrent := re.fullmatch(r"(\d{1,6})\+(\d{1,6})[x×](\d{1,6})\+(\d{1,6})", text, re.ASCII):
             layout = cls(*map(int, recurrent.groups()))
         else:
-            raise ConfigError(f"model.layout is {text!r}, which is not a layout: write '1+1x6+1' or '12L'.")
+            raise ConfigError(f"model.layout is {text[:40]!r}, which is not a layout: write '1+1x6+1' or '12L'.")
         if layout.n_unique == 0:
             raise ConfigError(f"model.layout {text!r} has no block at all: give it at least one.")
         if (layout.n == 0) != (layout.R == 0):

@@ -35,13 +35,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "paper": BASE | SIBLINGS,
     "options": {"config", "presets"},
     "report": BASE | SIBLINGS | {"paper"},
-    "cli": BASE | SIBLINGS | {"paper", "report", "options", "__init__"},
+    "commands": BASE | SIBLINGS | {"paper", "report", "options"},
+    "cli": {"config", "commands", "__init__"},
     "__main__": {"cli"},
     "__init__": BASE | SIBLINGS | {"paper", "cli"},
 }
 
 # `import grt` and `grt --help` must answer at once: what these files load at once, outside of any function.
-EAGER = {"__init__": {"config", "presets"}, "cli": BASE | SIBLINGS | {"paper", "options", "__init__"}}
+EAGER = {"__init__": {"config", "presets"}, "cli": {"config", "commands"}, "commands": {"config", "presets", "options"}}
 
 # package -> the files and folders that may import it
 HOMES = {"matplotlib": ("grt/train/log.py", "grt/train/plots.py", "grt/analysis/", "grt/paper/", "grt/bench/")}

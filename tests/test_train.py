@@ -171,7 +171,7 @@ def test_three_steps_of_adamw_by_hand(config, tmp_path, clip):
 
 def test_the_recipe_of_the_presets():
     assert grt_nano().optim == OptimConfig(
-        lr=2e-3, warmup_steps=100, beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0
+        lr=4e-3, warmup_steps=100, beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0
     )
 
 

@@ -8,8 +8,8 @@ sampler, without its luck.
 import json
 import statistics
 import time
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,25 +21,6 @@ from grt.model.depth import Depth
 from grt.model.precision import autocast, cpu_name, dtype_name, resolve_device, resolve_dtype
 from grt.model.recurrent import RecurrentDepthModel
 from grt.train.optim import make_optimizer
-
-
-@dataclass(frozen=True)
-class BenchTraining:
-    """Time per token of a training step: the recurrent model in turn with dense of equal block executions."""
-
-    layout: str = "1+1x10+1"
-    method: str = "grt"
-    d_model: int = 256
-    n_heads: int = 4
-    context: int = 256
-    batch_size: int = 8
-    """Sequences of one slot."""
-    alternations: int = 10
-    """Turns that count; one more warms up."""
-    dtype: Literal["auto", "fp32", "bf16"] = "bf16"
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    threads: int = 0
-    """CPU threads; 0: as many as torch takes by itself."""
 
 
 class Contestant:
@@ -67,26 +48,25 @@ class Contestant:
         return (time.perf_counter() - start) / (len(self.depths) * ids.numel())
 
 
-def bench_training(options: BenchTraining) -> dict[str, Any]:
-    """Alternate the two models; the JSON document of the bench."""
-    at_least("--alternations", options.alternations, 1)
-    at_least("--batch-size", options.batch_size, 1)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    where = resolve_device(options.device)
-    precision = resolve_dtype(options.dtype, where, options.d_model)
+def bench_training(
+    layout: str = "1+1x10+1", alternations: int = 10, *, method: str = "grt", d_model: int = 256, n_heads: int = 4,
+    context: int = 256, batch_size: int = 8, dtype: str = "bf16", device: str = "auto",
+) -> dict[str, Any]:  # fmt: skip
+    """Alternate the two models on slots of batch_size x context tokens; the JSON document of the bench."""
+    at_least("--alternations", alternations, 1)
+    where = resolve_device(device)
+    precision = resolve_dtype(dtype, where, d_model)
     config = ModelConfig(
-        method=options.method, layout=options.layout, d_model=options.d_model, n_heads=options.n_heads,
-        context=options.context, vocab_size=257,
-    )  # fmt: skip
+        method=method, layout=layout, d_model=d_model, n_heads=n_heads, context=context, vocab_size=257
+    )
     if config.blocks.is_dense:
-        raise ConfigError(f"--layout {options.layout} has no core to compare with dense: write one as 1+1x10+1.")
+        raise ConfigError(f"--layout {layout} has no core to compare with dense: write one as 1+1x10+1.")
     R, executions = config.blocks.R, config.blocks.n_executions()
-    ours = Contestant(f"{options.method} {options.layout}", config, list(range(1, R + 1)), where, precision)
+    ours = Contestant(f"{method} {layout}", config, list(range(1, R + 1)), where, precision)
     dense = Contestant(f"dense {executions}L", replace(config, layout=f"{executions}L"), [0] * R, where, precision)
-    tokens = torch.randint(0, 257, (options.batch_size, options.context + 1)).to(where)
+    tokens = torch.randint(0, 257, (batch_size, context + 1)).to(where)
     times: dict[str, list[float]] = {ours.name: [], dense.name: []}
-    for turn in range(options.alternations + 1):
+    for turn in range(alternations + 1):
         order = (ours, dense) if turn % 2 else (dense, ours)
         measured = {contestant.name: contestant.turn(tokens) for contestant in order}
         if turn:  # the first turn warms up
@@ -105,7 +85,8 @@ def bench_training(options: BenchTraining) -> dict[str, Any]:
     return {
         "bench": "training", "device": cpu_name() if where.type == "cpu" else torch.cuda.get_device_name(where),
         "threads": torch.get_num_threads(), "dtype": dtype_name(precision),
-        "options": vars(options), "rows": rows,
+        "alternations": alternations,
+        "shape": {"d_model": d_model, "n_heads": n_heads, "context": context, "batch_size": batch_size}, "rows": rows,
         "ratios": {f"{ours.name} / {dense.name}": statistics.median(ratios), "spread": [min(ratios), max(ratios)]},
     }  # fmt: skip
 
