@@ -219,7 +219,8 @@ def test_a_file_that_is_not_whole(config, run, new, capsys, name, damage):
         load_model(new)
         return
     if name != "manifest.json" or damage is not remove:
-        refused(new, new / name)
+        says = " bytes, not " if name != "manifest.json" and damage in (cut, empty, longer) else ""
+        refused(new, new / name, says)
     resumes_from(config, run, 5, new / name, capsys=capsys)
 
 
