@@ -398,7 +398,7 @@ def terminal(monkeypatch):
     """What a terminal would be sent."""
     screen = io.StringIO()
     monkeypatch.setattr(
-        log_module, "Console", lambda **options: Console(file=screen, force_terminal=True, width=150, highlight=False)
+        log_module, "Output", lambda: Console(file=screen, force_terminal=True, width=150, highlight=False)
     )
     return screen
 
