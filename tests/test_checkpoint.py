@@ -48,8 +48,9 @@ def trained(config, tmp_path_factory):
     """A run with checkpoints at steps 5 and 10, to be copied."""
     with pytest.MonkeyPatch.context() as patch:
         quick(patch)
-        run_until(config, tmp_path_factory.mktemp("trained") / "run", 11)
-        return tmp_path_factory.getbasetemp() / "trained0/run"
+        out = tmp_path_factory.mktemp("trained") / "run"
+        run_until(config, out, 11)
+        return out
 
 
 @pytest.fixture
@@ -162,8 +163,7 @@ def test_a_flipped_byte(config, run, new, capsys, name, at):
 
 @pytest.fixture(scope="module")
 def shared_copy(trained, tmp_path_factory):
-    shutil.copytree(trained, tmp_path_factory.mktemp("shared") / "run")
-    return tmp_path_factory.getbasetemp() / "shared0/run/checkpoints" / NEW
+    return shutil.copytree(trained, tmp_path_factory.mktemp("shared") / "run") / "checkpoints" / NEW
 
 
 @settings(max_examples=150, deadline=None, database=None, derandomize=True)
