@@ -102,6 +102,7 @@ def test_any_text_is_a_layout_or_refused(text):
         ("model", {"n_heads": -1}, ["model.n_heads is -1"]),
         ("model", {"context": 0}, ["model.context is 0"]),
         ("model", {"vocab_size": 0}, ["model.vocab_size is 0"]),
+        ("model", {"vocab_multiple": 0}, ["model.vocab_multiple is 0"]),
         ("model", {"gate_temperature": 0.0}, ["model.gate_temperature is 0.0"]),
         ("model", {"state_noise": -0.1}, ["model.state_noise is -0.1"]),
         ("model", {"gate_noise": -0.1}, ["model.gate_noise is -0.1"]),
@@ -187,8 +188,8 @@ def test_operational_fields_are_these():
     """Each entry is a claim that the field does not change what is trained."""
     names = {f"{section}.{field.name}" for section, field in FIELDS if field.metadata.get("operational")}
     assert names == {
-        "train.device", "train.threads", "train.eval_every", "train.eval_windows", "train.checkpoint_every",
-        "train.keep",
+        "model.vocab_multiple", "train.device", "train.threads", "train.eval_every", "train.eval_windows",
+        "train.checkpoint_every", "train.keep",
     }  # fmt: skip
     assert config_hash(replace(RunConfig(), name="another")) == config_hash(RunConfig())
 

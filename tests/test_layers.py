@@ -20,7 +20,8 @@ SIBLINGS = {"data", "evals", "infer", "train", "hf", "vllm", "analysis", "bench"
 
 # part of grt -> the parts that it may import, itself aside; a new part is added here or it is refused.
 MAY_IMPORT: dict[str, set[str]] = {
-    "config": set(),
+    "fields": set(),
+    "config": {"fields"},
     "presets": {"config"},
     "model": {"config"},
     "methods": {"config", "model"},
@@ -189,7 +190,7 @@ def test_no_utils_beside_grt() -> None:
 def test_the_table_has_no_cycle() -> None:
     graph = {part: allowed - {"__init__"} for part, allowed in MAY_IMPORT.items()}
     order = list(TopologicalSorter(graph).static_order())
-    assert order[0] == "config" and set(order) == set(MAY_IMPORT)
+    assert order[:2] == ["fields", "config"] and set(order) == set(MAY_IMPORT)
     assert not any("methods" in MAY_IMPORT[part] for part in ("config", "presets", "model"))
 
 

@@ -19,16 +19,16 @@ from grt.data.prepare import Prepared, load_prepared, prepare
 from grt.evals.loss import Evaluation, evaluate
 from grt.methods import build_model, depth_sampler
 from grt.model.context import LoopContext
-from grt.model.cost import forward_flops
+from grt.model.cost import forward_flops, parameters
 from grt.model.precision import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
 from grt.model.recurrent import Loss
-from grt.train.checkpoint import CheckpointError, Checkpoints, State, restore_optimizer
+from grt.train.checkpoint import CheckpointError, Checkpoints, State
 from grt.train.diagnose import NonFiniteError, first_offender
 from grt.train.folder import claim, environment, write_headers
 from grt.train.interrupt import Interrupt
 from grt.train.log import Display, MetricsLog, forget_after
 from grt.train.monitor import monitor, warnings_for
-from grt.train.optim import learning_rate, make_optimizer
+from grt.train.optim import learning_rate, make_optimizer, restore_optimizer
 from grt.train.plots import draw_curve
 
 
@@ -150,7 +150,7 @@ class Trainer:
 
     def _say_start(self, display: Display) -> None:
         model, split = self.config.model, self.val_split
-        n = sum(p.numel() for p in self.model.parameters())
+        n = parameters(self.model)["total"]
         display.say(
             f"{self.config.name}: {model.method_name} {model.layout}, {n:,} parameters, {self.state.dtype} on "
             f"{self.device.type} ({torch.get_num_threads()} threads); peak {self.state.peak / 1e9:,.0f} GFLOP/s "
