@@ -25,6 +25,7 @@ from grt.model.recurrent import Loss
 from grt.train.checkpoint import CheckpointError, Checkpoints, State
 from grt.train.diagnose import NonFiniteError, first_offender
 from grt.train.folder import claim, environment, write_headers
+from grt.train.initial import load_initial
 from grt.train.interrupt import Interrupt
 from grt.train.log import Display, MetricsLog, forget_after
 from grt.train.monitor import monitor, warnings_for
@@ -68,11 +69,8 @@ class Trainer:
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
         self.device = resolve_device(config.train.device)
-        self.sampler = depth_sampler(config.model, config.train.depth)  # knows the method, so before text is prepared
-        self.data = open_data(config, progress)
-        self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
-        for split in (self.train_split, self.val_split):
-            split.require(config.model.context + 1)
+        self.sampler = depth_sampler(config.model, config.train.depth)
+        # Text comes after what can be refused without it: preparing it may take long.
         torch.manual_seed(slot_seed(config.train.seed, -1, 0))
         self.model = build_model(config.model).to(self.device).train()
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -80,13 +78,20 @@ class Trainer:
         self.state = State()
         self.saved_step = -1
         skipped = self._restore() if resume else []
+        begun = config.train.init_from and not self.state.step  # a resumed run does not need its source any more
+        initial = {"init_from": load_initial(self.model, config)} if begun else {}
+        self.data = open_data(config, progress)
+        self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
+        for split in (self.train_split, self.val_split):
+            split.require(config.model.context + 1)
         if self.state.text_sha256 not in ("", self.train_split.sha256):
             raise ConfigError(f"{self.data.folder} is not the text {out} began with: restore it, or start anew.")
         self.state.text_sha256 = self.train_split.sha256
         self._choose_precision()
         forget_after(self.out / "metrics.jsonl", self.state.step)
         if not self.state.step:
-            write_headers(self.out, config, environment(self.device, vars(self.state), self.data.meta))
+            facts = environment(self.device, vars(self.state), self.data.meta)
+            write_headers(self.out, config, facts | initial)
         self.log = MetricsLog(self.out / "metrics.jsonl")
         if resume:
             self.log.write("event", self.state.step, event="resume", skipped=skipped)
@@ -239,12 +244,13 @@ class Trainer:
         if bad := [k for k, loss in losses.items() if not np.isfinite(loss)]:
             offender = first_offender(self.model, lambda ctx: self.slot_loss(step, 0, ctx))
             self._stop(step, "validation loss", bad[0], offender)
+        bits = result.bits_per_byte(R)
         self.log.write(
             "eval", step, split="val", tokens=result.tokens, loss=losses[R],
-            loss_by_depth={str(k): loss for k, loss in losses.items()}, bits_per_byte=result.bits_per_byte(R),
+            loss_by_depth={str(k): loss for k, loss in losses.items()}, bits_per_byte=bits,
         )  # fmt: skip
-        depths = "  ".join(f"{k}: {loss:.4f}" for k, loss in losses.items()) if R else ""
-        display.say(f"step {step}  validation loss {losses[R]:.4f}" + (f"  by depth  {depths}" if R else ""))
+        depths = "  by depth  " + "  ".join(f"{k}: {loss:.4f}" for k, loss in losses.items()) if R else ""
+        display.say(f"step {step}  validation loss {losses[R]:.4f}  bits per byte {bits:.4f}{depths}")
         if R:
             ids, _ = batch(self.val_split, seed=0, step=0, slot=0, rows=range(4), context=config.model.context)
             warnings = warnings_for(losses)
