@@ -221,7 +221,11 @@ class Bench:
     """Measure speed, ours and a peer in turn: a table, then one JSON line."""
 
     what: tyro.conf.Positional[Literal["training"]]
-    """training: a step of a recurrent model against dense of equal block executions."""
+    """training: a step of a recurrent model against dense of equal block executions, or of our dense against peers."""
+    peers: list[Literal["dense", "nanogpt", "transformers"]] = field(default_factory=lambda: ["dense"])
+    """dense: the recurrent model against dense; nanogpt, transformers: our dense GPT-2 against theirs."""
+    nanogpt: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """model.py of a checkout of karpathy/nanoGPT, for the peer nanogpt."""
     layout: str = "1+1x10+1"
     """The recurrent model's layout."""
     alternations: int = 10
@@ -242,7 +246,11 @@ def run_bench(arguments: list[str]) -> int:
 
     if command.threads:
         torch.set_num_threads(command.threads)
-    show(bench_training(command.layout, command.alternations, dtype=command.dtype, device=command.device))
+    report = bench_training(
+        command.layout, command.alternations, peers=command.peers, nanogpt=command.nanogpt, dtype=command.dtype,
+        device=command.device,
+    )  # fmt: skip
+    show(report)
     return 0
 
 

@@ -20,7 +20,9 @@ def load_initial(model: RecurrentDepthModel, config: RunConfig) -> dict[str, Any
     """
     source = Path(config.train.init_from)
     folder, theirs = find_checkpoint(source)
-    pairs = [(f"model.{name}".removesuffix("_name"), theirs.model, config.model, name) for name in SHARED]
+    pairs: list[tuple[str, Any, Any, str]] = [
+        (f"model.{name}".removesuffix("_name"), theirs.model, config.model, name) for name in SHARED
+    ]
     pairs.append(("data.tokenizer", theirs.data, config.data, "tokenizer"))
     for label, there, here, name in pairs:
         if getattr(there, name) != getattr(here, name):
