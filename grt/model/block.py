@@ -24,7 +24,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:
         B, T, d = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_heads, d // self.n_heads).permute(2, 0, 3, 1, 4)  # (B, H, T, d/H)
+        # Split before the heads: the backward pass of unbinding a 5-d view would copy all of q, k, v once more.
+        thirds = self.qkv(x).split(d, dim=2)
+        q, k, v = (z.view(B, T, self.n_heads, -1).transpose(1, 2) for z in thirds)  # (B, H, T, d/H)
         if "attention" in ctx.taps:  # the fused kernel never forms the probabilities that a tap wants to see
             scores = (q @ k.transpose(-2, -1)) / math.sqrt(d // self.n_heads)
             future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
