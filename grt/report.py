@@ -155,12 +155,13 @@ def generation_report(
     }
 
 
-def show_run(out: Path) -> None:
+def show_run(out: Path, device: str = "auto") -> None:
     """After training: loss at each depth on the validation text, a sample (kept in sample.txt), where the curve is."""
     config = load(out / "config.json")
-    report = evaluation_report(out, limit=4 * config.train.eval_windows, dtype="auto")
+    report = evaluation_report(out, limit=4 * config.train.eval_windows, dtype="auto", device=device)
     show_evaluation(report)
-    text = generation_report(out, "", temperature=0.8, top_k=0, top_p=1.0, seed=1337, max_new_tokens=400)["text"]
+    options = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seed": 1337, "max_new_tokens": 400}
+    text = generation_report(out, "", device=device, **options)["text"]
     replace_file(out / "sample.txt", text)
     console.print("a sample (temperature 0.8):", style="bold")
     console.print(text)

@@ -5,6 +5,8 @@
 
 A checkpoint is written to a temporary folder, fsynced and renamed, so its name appears only when it is whole; the
 manifest holds the sha256 of every file. Weights are safetensors, the rest JSON: nothing is ever unpickled.
+Rows of padding (model.vocab_multiple) are zero, and so are their moments: neither is saved, and a checkpoint can be
+read with any padding.
 A model folder (models/grt-nano) is a checkpoint without optimizer, beside its config.json.
 """
 
@@ -28,10 +30,10 @@ from torch import Tensor
 from grt.config import ConfigError, RunConfig, config_hash, load
 from grt.methods import build_model
 from grt.model.recurrent import RecurrentDepthModel
+from grt.train.optim import MOMENTS, optimizer_tensors
 
 FORMAT = 1
 WEIGHTS = ("model.safetensors", "model.safetensors.zst")
-MOMENTS = ("exp_avg", "exp_avg_sq")
 FOR_RESUME = {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 
@@ -174,19 +176,6 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
     return tensors
 
 
-def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments under the parameters' names."""
-    return {f"{name}.{key}": optimizer.state[p][key].cpu() for name, p in model.named_parameters() for key in MOMENTS}
-
-
-def restore_optimizer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], step: int
-) -> None:
-    for name, p in model.named_parameters():
-        moments = {key: tensors[f"{name}.{key}"].to(p.device) for key in MOMENTS}
-        optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
-
-
 class Checkpoints:
     """The checkpoints of one run."""
 
@@ -221,7 +210,7 @@ class Checkpoints:
         if absent := FOR_RESUME - manifest["files"].keys():
             raise CheckpointError(f"{folder / 'manifest.json'} lists no {min(absent)}: use another checkpoint.")
         weights = read_tensors(folder / "model.safetensors", model.state_dict())
-        expected = {f"{name}.{key}": p for name, p in model.named_parameters() for key in MOMENTS}
+        expected = {f"{name}.{key}": p for name, p in model.state_dict().items() for key in MOMENTS}
         moments = read_tensors(folder / "optimizer.safetensors", expected)
         return weights, moments, read_state(folder / "state.json", manifest["step"])
 
