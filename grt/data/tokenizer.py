@@ -87,7 +87,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": ByteTokenizer, "gpt2"
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name, or of the tokenizer.json that `hf:...` names. Raises ConfigError for an unknown one."""
+    """The tokenizer of that name, or of the tokenizer.json that `hf:...` means. Raises ConfigError if there is none."""
     if name.startswith("hf:"):
         from grt.data.tokenizer_json import tokenizer_from
 

@@ -42,11 +42,13 @@ def open_data(config: RunConfig, progress: bool = False, quiet: bool = False) ->
     path = Path(config.data.path)
     if (path / "meta.json").exists():
         data = load_prepared(path)
+        data.require_tokenizer(config.data.tokenizer)
     else:
         data = prepare(
             config.data.path,
             tokenizer=config.data.tokenizer,
             val_fraction=config.data.val_fraction,
+            field=config.data.field,
             progress=progress,
             quiet=quiet,
         )
@@ -70,7 +72,7 @@ class Trainer:
         self.device = resolve_device(config.train.device)
         self.sampler = depth_sampler(config.model, config.train.depth)  # knows the method, so before text is prepared
         self.data = open_data(config, progress)
-        self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
+        self.train_split, self.val_split = (self.data.split(name, config.data.windows) for name in ("train", "val"))
         for split in (self.train_split, self.val_split):
             split.require(config.model.context + 1)
         torch.manual_seed(slot_seed(config.train.seed, -1, 0))
@@ -157,6 +159,9 @@ class Trainer:
             f"({self.state.peak_source})"
         )
         bigrams = f"; bigram entropy {bigram_entropy(split):.4f} nats" if split.vocab_size <= 1024 else ""
+        lost = self.train_split.unreachable(model.context)
+        if lost:
+            bigrams += f"; {lost:,} training tokens are out of reach, in documents shorter than a window"
         display.say(
             f"data: {self.train_split.n_tokens:,} tokens to train on, {split.n_tokens:,} to validate on{bigrams}; "
             f"sha256 {self.data.meta['corpus_sha256'][:12]}"
