@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.config import ConfigError, Layout, RunConfig, config_hash, load
 from grt.data.loader import Split, bigram_entropy
 from grt.data.prepare import load_prepared, prepare
 from grt.data.tokenizer import get_tokenizer
@@ -199,6 +199,17 @@ def info_report(what: str) -> dict[str, Any]:
     }
 
 
+def diagram(layout: Layout) -> str:
+    """The model as one line of boxes, with the loop drawn around the core."""
+    if layout.is_dense:
+        return f"tokens -> embed -> [{layout.n_unique} blocks] -> ln_f -> head -> logits"
+    before = f"tokens -> embed -> [{layout.p} prelude] -> h_pre -> "
+    core = f"read -> [{layout.n} core] -> write"
+    after = f" -> h_{layout.R} -> [{layout.c} coda] -> ln_f -> head -> logits"
+    loop = " " * len(before) + f"^{'x ' + str(layout.R):-^{len(core) - 2}}|"
+    return f"{before}{core}{after}\n{loop}"
+
+
 def show_info(report: dict[str, Any]) -> None:
     table = Table(title=f"{report['name']}: {report['method']} {report['layout']}", show_header=False)
     flops = report["flops_per_token"]
@@ -211,6 +222,7 @@ def show_info(report: dict[str, Any]) -> None:
             rows.append((f"decode memory, {strategy}, batch {batch} (bf16, full context)", f"{size / 2**20:,.1f} MiB"))
     for row in rows:
         table.add_row(*row)
+    console.print(diagram(Layout.parse(report["layout"])))
     console.print(table)
 
 

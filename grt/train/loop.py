@@ -7,6 +7,7 @@ resumed run repeats the interrupted one bit for bit, and evaluating changes noth
 import hashlib
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from grt.evals.loss import Evaluation, evaluate
 from grt.methods import build_model, depth_sampler
 from grt.model.context import LoopContext
 from grt.model.cost import forward_flops
+from grt.model.depth import Depth
 from grt.model.precision import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
 from grt.model.recurrent import Loss
 from grt.train.checkpoint import CheckpointError, Checkpoints, State, restore_optimizer
@@ -27,6 +29,7 @@ from grt.train.diagnose import NonFiniteError, first_offender
 from grt.train.folder import claim, environment, write_headers
 from grt.train.interrupt import Interrupt
 from grt.train.log import Display, MetricsLog, forget_after
+from grt.train.memory import training_peak
 from grt.train.monitor import monitor, warnings_for
 from grt.train.optim import learning_rate, make_optimizer
 from grt.train.plots import draw_curve
@@ -202,7 +205,7 @@ class Trainer:
         self.log.write("train", self.state.step, **row)
         return row
 
-    def slot_loss(self, step: int, slot: int, ctx: LoopContext | None = None) -> Loss:
+    def slot_loss(self, step: int, slot: int, ctx: LoopContext | None = None, depth: Depth | None = None) -> Loss:
         """Forward pass of one slot: its windows, depth and noise depend on (seed, step, slot) only."""
         config = self.config
         rows = range(config.train.batch_size)
@@ -211,7 +214,7 @@ class Trainer:
         )
         torch.manual_seed(slot_seed(config.train.seed, step, slot))
         with autocast(self.device, self.dtype):
-            depth = self.sampler(config.train.seed, step, slot)
+            depth = depth or self.sampler(config.train.seed, step, slot)
             return self.model.loss(ids.to(self.device), targets.to(self.device), depth, ctx)
 
     def _stop_non_finite(self, what: str, slot: int) -> None:
@@ -229,9 +232,11 @@ class Trainer:
     def _peak_bytes(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        import resource
+        return self._slot_peak
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    @cached_property
+    def _slot_peak(self) -> int:
+        return training_peak(self.model, lambda: self.slot_loss(0, 0, depth=self.model.full_depth).total)
 
     def validate(self, display: Display) -> bool:
         """Validation loss at every depth, and the monitors; True where full depth is the best so far."""
