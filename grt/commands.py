@@ -24,14 +24,19 @@ Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 class Prepare:
     """Turn text into token shards."""
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """builtin, stdlib, a .txt file, or a folder of them."""
+    source: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE")]
+    """Files, folders or patterns (.txt, .md, .py, .jsonl, .parquet, each also .gz or .zst), nanoGPT's .bin, or builtin,
+    stdlib, shakespeare, hf:DATASET, url:ADDRESS#sha256=SUM."""
     out: Path
     """Folder for the shards and their meta.json."""
     tokenizer: str = "bytes"
-    """How text becomes tokens."""
+    """How text becomes tokens: bytes, gpt2, or hf: and a tokenizer.json, its folder or a name on the hub."""
+    field: str = "text"
+    """Field of the rows of .jsonl and .parquet files and of datasets that holds the text."""
     val_fraction: float = 0.02
     """Share of the documents that is kept for validation, chosen by their hash."""
+    workers: int = 0
+    """Processes that encode; 0: one a core. The shards do not depend on it."""
 
 
 def run_prepare(arguments: list[str]) -> int:
@@ -39,8 +44,9 @@ def run_prepare(arguments: list[str]) -> int:
     from grt.data.prepare import prepare
 
     data = prepare(
-        command.source, tokenizer=command.tokenizer, val_fraction=command.val_fraction, out=command.out, progress=True
-    )
+        command.source, tokenizer=command.tokenizer, val_fraction=command.val_fraction, field=command.field,
+        out=command.out, workers=command.workers, progress=True,
+    )  # fmt: skip
     print(data.folder)
     return 0
 
@@ -92,7 +98,7 @@ class Eval:
     run: Run
     """A run's folder, one of its checkpoints, or a model folder."""
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """A text file or a prepared folder, read whole; without it, the run's own validation split."""
+    """Text as in grt prepare, or a prepared folder, read whole; without it, the run's own validation split."""
     depth: list[int] = field(default_factory=list)
     """Depths to evaluate; without it, every one from 0 (the prelude alone) to R."""
     windows: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None

@@ -34,18 +34,15 @@ def find_text(config: RunConfig, data: str | None) -> Split:
     """The run's validation split, or all of a text file or of a prepared folder (its training text first)."""
     if data is None:
         try:
-            return open_data(config, quiet=True).split("val")
+            return open_data(config, quiet=True).split("val", config.data.windows)
         except ConfigError as error:
             raise ConfigError(f"{error} (This is the run's own text; --data evaluates on another.)") from None
     if not (Path(data) / "meta.json").exists():
-        return prepare(data, tokenizer=config.data.tokenizer, val_fraction=1.0, quiet=True).split("val")
+        prepared = prepare(data, tokenizer=config.data.tokenizer, val_fraction=1.0, field=config.data.field, quiet=True)
+        return prepared.whole(config.data.windows)
     prepared = load_prepared(Path(data))
-    if prepared.tokenizer.name != config.data.tokenizer:
-        raise ConfigError(
-            f"{data} holds {prepared.tokenizer.name} tokens, the run reads {config.data.tokenizer}: prepare the text "
-            f"with --tokenizer {config.data.tokenizer}."
-        )
-    return prepared.whole()
+    prepared.require_tokenizer(config.data.tokenizer)
+    return prepared.whole(config.data.windows)
 
 
 def _trained_on(run: Path) -> str | None:

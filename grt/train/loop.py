@@ -46,11 +46,13 @@ def open_data(config: RunConfig, progress: bool = False, quiet: bool = False) ->
     path = Path(config.data.path)
     if (path / "meta.json").exists():
         data = load_prepared(path)
+        data.require_tokenizer(config.data.tokenizer)
     else:
         data = prepare(
             config.data.path,
             tokenizer=config.data.tokenizer,
             val_fraction=config.data.val_fraction,
+            field=config.data.field,
             progress=progress,
             quiet=quiet,
         )
@@ -84,7 +86,7 @@ class Trainer:
         begun = config.train.init_from and not self.state.step  # a resumed run does not need its source any more
         initial = {"init_from": load_initial(self.model, config)} if begun else {}
         self.data = open_data(config, progress)
-        self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
+        self.train_split, self.val_split = (self.data.split(name, config.data.windows) for name in ("train", "val"))
         for split in (self.train_split, self.val_split):
             split.require(config.model.context + 1)
         if self.state.text_sha256 not in ("", self.train_split.sha256):
@@ -165,6 +167,9 @@ class Trainer:
             f"({self.state.peak_source})"
         )
         bigrams = f"; bigram entropy {bigram_entropy(split):.4f} nats" if split.vocab_size <= 1024 else ""
+        lost = self.train_split.unreachable(model.context)
+        if lost:
+            bigrams += f"; {lost:,} training tokens are out of reach, in documents shorter than a window"
         display.say(
             f"data: {self.train_split.n_tokens:,} tokens to train on, {split.n_tokens:,} to validate on{bigrams}; "
             f"sha256 {self.data.meta['corpus_sha256'][:12]}"
