@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from grt.config import RunConfig, load
+from grt.config import RunConfig, config_hash, load
 from grt.options import parse, starting_config
 from grt.presets import change, preset
 
@@ -45,7 +45,7 @@ def run_prepare(arguments: list[str]) -> int:
 
     data = prepare(
         command.source, tokenizer=command.tokenizer, val_fraction=command.val_fraction, field=command.field,
-        out=command.out, workers=command.workers, progress=True,
+        out=command.out.resolve(), workers=command.workers, progress=True,
     )  # fmt: skip
     print(data.folder)
     return 0
@@ -71,6 +71,10 @@ class Train:
 def run_train(arguments: list[str]) -> int:
     base, arguments = starting_config(arguments)
     command = parse(Train, arguments, "train PRESET", Train(out=tyro.MISSING, run=base))
+    kept = command.resume and command.run.data.path == base.data.path  # as the run to resume wrote it
+    if not kept and command.run.data.path not in ("builtin", "stdlib") and Path(command.run.data.path).exists():
+        # The run must find its text from wherever it is evaluated or resumed.
+        command.run = change(command.run, data={"path": str(Path(command.run.data.path).resolve())})
     given = {"init_from": command.init_from, "device": command.device}
     config = change(command.run, train={name: value for name, value in given.items() if value is not None})
     return train_and_show(config, command.out, command.resume, command.max_time)
@@ -272,10 +276,14 @@ class Demo:
 
 def run_demo(arguments: list[str]) -> int:
     command = parse(Demo, arguments, "demo")
+    config = change(preset("demo"), train={"device": command.device})
     existing = command.out / "config.json"
-    if existing.exists() and load(existing).name == "demo":
-        shutil.rmtree(command.out)
-    return train_and_show(change(preset("demo"), train={"device": command.device}), command.out, resume=False)
+    if existing.exists() and config_hash(load(existing)) == config_hash(config):
+        # Training repeats it bit for bit; what the user put beside it stays.
+        shutil.rmtree(command.out / "checkpoints", ignore_errors=True)
+        for name in ("config.json", "env.json", "metrics.jsonl", "curve.png", "sample.txt"):
+            (command.out / name).unlink(missing_ok=True)
+    return train_and_show(config, command.out, resume=False)
 
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {

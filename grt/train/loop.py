@@ -16,7 +16,7 @@ import torch
 
 from grt.config import ConfigError, RunConfig, config_hash
 from grt.data.loader import batch, bigram_entropy
-from grt.data.prepare import Prepared, load_prepared, prepare
+from grt.data.prepare import Prepared, open_source
 from grt.evals.loss import Evaluation, evaluate
 from grt.methods import build_model, depth_sampler
 from grt.model.context import LoopContext
@@ -43,23 +43,19 @@ def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:
 
 def open_data(config: RunConfig, progress: bool = False, quiet: bool = False) -> Prepared:
     """The prepared folder that config.data names, or its text, prepared now and cached."""
-    path = Path(config.data.path)
-    if (path / "meta.json").exists():
-        data = load_prepared(path)
-        data.require_tokenizer(config.data.tokenizer)
-    else:
-        data = prepare(
-            config.data.path,
-            tokenizer=config.data.tokenizer,
-            val_fraction=config.data.val_fraction,
-            field=config.data.field,
-            progress=progress,
-            quiet=quiet,
-        )
-    if data.tokenizer.vocab_size > config.model.vocab_size:
+    source, text = config.data.path, config.data
+    data = open_source(
+        source,
+        tokenizer=text.tokenizer,
+        val_fraction=text.val_fraction,
+        field=text.field,
+        progress=progress,
+        quiet=quiet,
+    )
+    if data.tokenizer.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"{data.folder} has tokens up to {data.tokenizer.vocab_size}, model.vocab_size is "
-            f"{config.model.vocab_size}: set --model.vocab-size {data.tokenizer.vocab_size}."
+            f"model.vocab_size is {config.model.vocab_size}, but {data.folder} has {data.tokenizer.vocab_size} tokens "
+            f"({data.tokenizer.name}): set --model.vocab-size {data.tokenizer.vocab_size}."
         )
     return data
 
