@@ -49,8 +49,8 @@ def describe(folder: Path) -> None:
         "```", environment["command"], "```", "",
         f"at commit {environment['commit']} on {environment['cpu']}, {environment['threads']} threads, "
         f"{environment['dtype']}, torch {environment['torch']}, seed {config.train.seed}.", "",
-        f"Loss of these bf16 weights on the whole validation split ({report['windows']:,} windows, fp32 arithmetic; bigram "
-        f"entropy {report['bigram_entropy']:.4f}):", "",
+        f"Loss of these bf16 weights on the whole validation split ({report['windows']:,} windows, fp32 arithmetic; "
+        f"bigram entropy {report['bigram_entropy']:.4f}):", "",
         "| depth | loss (nats per byte) | bits per byte |", "|---|---|---|",
         *(f"| {k} | {row['loss']:.4f} | {row['bits_per_byte']:.4f} |" for k, row in report["depths"].items()), "",
     ]  # fmt: skip

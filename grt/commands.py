@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from grt.config import RunConfig, load
+from grt.config import RunConfig, config_hash, load
 from grt.options import parse, starting_config
 from grt.presets import change, preset
 
@@ -24,14 +24,19 @@ Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 class Prepare:
     """Turn text into token shards."""
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """builtin, stdlib, a .txt file, or a folder of them."""
+    source: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE")]
+    """Files, folders or patterns (.txt, .md, .py, .jsonl, .parquet, each also .gz or .zst), nanoGPT's .bin, or builtin,
+    stdlib, shakespeare, hf:DATASET, url:ADDRESS#sha256=SUM."""
     out: Path
     """Folder for the shards and their meta.json."""
     tokenizer: str = "bytes"
-    """How text becomes tokens."""
+    """How text becomes tokens: bytes, gpt2, or hf: and a tokenizer.json, its folder or a name on the hub."""
+    field: str = "text"
+    """Field of the rows of .jsonl and .parquet files and of datasets that holds the text."""
     val_fraction: float = 0.02
     """Share of the documents that is kept for validation, chosen by their hash."""
+    workers: int = 0
+    """Processes that encode; 0: one a core. The shards do not depend on it."""
 
 
 def run_prepare(arguments: list[str]) -> int:
@@ -39,8 +44,9 @@ def run_prepare(arguments: list[str]) -> int:
     from grt.data.prepare import prepare
 
     data = prepare(
-        command.source, tokenizer=command.tokenizer, val_fraction=command.val_fraction, out=command.out, progress=True
-    )
+        command.source, tokenizer=command.tokenizer, val_fraction=command.val_fraction, field=command.field,
+        out=command.out.resolve(), workers=command.workers, progress=True,
+    )  # fmt: skip
     print(data.folder)
     return 0
 
@@ -65,6 +71,10 @@ class Train:
 def run_train(arguments: list[str]) -> int:
     base, arguments = starting_config(arguments)
     command = parse(Train, arguments, "train PRESET", Train(out=tyro.MISSING, run=base))
+    kept = command.resume and command.run.data.path == base.data.path  # as the run to resume wrote it
+    if not kept and command.run.data.path not in ("builtin", "stdlib") and Path(command.run.data.path).exists():
+        # The run must find its text from wherever it is evaluated or resumed.
+        command.run = change(command.run, data={"path": str(Path(command.run.data.path).resolve())})
     given = {"init_from": command.init_from, "device": command.device}
     config = change(command.run, train={name: value for name, value in given.items() if value is not None})
     return train_and_show(config, command.out, command.resume, command.max_time)
@@ -92,7 +102,7 @@ class Eval:
     run: Run
     """A run's folder, one of its checkpoints, or a model folder."""
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """A text file or a prepared folder, read whole; without it, the run's own validation split."""
+    """Text as in grt prepare, or a prepared folder, read whole; without it, the run's own validation split."""
     depth: list[int] = field(default_factory=list)
     """Depths to evaluate; without it, every one from 0 (the prelude alone) to R."""
     windows: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -266,10 +276,14 @@ class Demo:
 
 def run_demo(arguments: list[str]) -> int:
     command = parse(Demo, arguments, "demo")
+    config = change(preset("demo"), train={"device": command.device})
     existing = command.out / "config.json"
-    if existing.exists() and load(existing).name == "demo":
-        shutil.rmtree(command.out)
-    return train_and_show(change(preset("demo"), train={"device": command.device}), command.out, resume=False)
+    if existing.exists() and config_hash(load(existing)) == config_hash(config):
+        # Training repeats it bit for bit; what the user put beside it stays.
+        shutil.rmtree(command.out / "checkpoints", ignore_errors=True)
+        for name in ("config.json", "env.json", "metrics.jsonl", "curve.png", "sample.txt"):
+            (command.out / name).unlink(missing_ok=True)
+    return train_and_show(config, command.out, resume=False)
 
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {

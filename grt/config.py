@@ -114,9 +114,13 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: str = "builtin"
-    """builtin, stdlib, a .txt file, a folder of them, or a folder that `grt prepare` made."""
+    """Sources as in `grt prepare`, with commas between them, or a folder that it made."""
     tokenizer: str = "bytes"
-    """How text becomes tokens."""
+    """How text becomes tokens: bytes, gpt2, or hf: and a tokenizer.json, its folder or a name on the hub."""
+    field: str = "text"
+    """Field of the rows of .jsonl and .parquet files and of datasets that holds the text."""
+    windows: Literal["any", "document"] = "any"
+    """Windows may span documents, or each lies within one (then documents shorter than one are not read)."""
     val_fraction: float = 0.02
     """Share of the documents that is kept for validation, chosen by their hash."""
 

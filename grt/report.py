@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.config import ConfigError, Layout, RunConfig, config_hash, load
 from grt.data.loader import Split, bigram_entropy
-from grt.data.prepare import load_prepared, prepare
+from grt.data.prepare import open_source
 from grt.data.tokenizer import get_tokenizer
 from grt.evals.loss import evaluate
 from grt.infer.generate import generate
@@ -34,26 +34,23 @@ def find_text(config: RunConfig, data: str | None) -> Split:
     """The run's validation split, or all of a text file or of a prepared folder (its training text first)."""
     if data is None:
         try:
-            return open_data(config, quiet=True).split("val")
+            return open_data(config, quiet=True).split("val", config.data.windows)
         except ConfigError as error:
             raise ConfigError(f"{error} (This is the run's own text; --data evaluates on another.)") from None
-    if not (Path(data) / "meta.json").exists():
-        return prepare(data, tokenizer=config.data.tokenizer, val_fraction=1.0, quiet=True).split("val")
-    prepared = load_prepared(Path(data))
-    if prepared.tokenizer.name != config.data.tokenizer:
-        raise ConfigError(
-            f"{data} holds {prepared.tokenizer.name} tokens, the run reads {config.data.tokenizer}: prepare the text "
-            f"with --tokenizer {config.data.tokenizer}."
-        )
-    return prepared.whole()
+    text = config.data
+    return open_source(data, tokenizer=text.tokenizer, val_fraction=1.0, field=text.field, quiet=True).whole(
+        text.windows
+    )
 
 
-def _trained_on(run: Path) -> str | None:
-    """sha256 of the validation tokens when the run began, from its env.json."""
-    folder = find_checkpoint(run)[0]
+def _trained_on(folder: Path) -> str | None:
+    """sha256 of the validation tokens when the run of this checkpoint began, from its env.json."""
     for path in (folder / "env.json", folder.parent.parent / "env.json"):
         if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))["data"]["val"]
+            try:
+                return json.loads(path.read_text(encoding="utf-8"))["data"]["val"]
+            except (ValueError, KeyError, TypeError):
+                warnings.warn(f"{path} is damaged: it cannot say which text the run was trained on", stacklevel=3)
     return None
 
 
@@ -64,9 +61,11 @@ def evaluation_report(
     """The JSON document of `grt eval`: loss, perplexity, bits per byte and FLOPs at each depth, and every setting."""
     start = time.perf_counter()
     where = resolve_device(device)
-    model, config = load_model(run, where)
+    checkpoint, config = find_checkpoint(run)
+    step = read_manifest(checkpoint)["step"]
+    model, _ = load_model(checkpoint, where)
     split = find_text(config, data)
-    if data is None and _trained_on(run) not in (None, split.sha256):
+    if data is None and _trained_on(checkpoint) not in (None, split.sha256):
         warnings.warn(
             f"the validation text of {run} has changed since it was trained: expect another loss", stacklevel=2
         )
@@ -78,7 +77,7 @@ def evaluation_report(
     head = cost.head_flops(config.model)
     return {
         "run": str(run),
-        "step": read_manifest(find_checkpoint(run)[0])["step"],
+        "step": step,
         "data": {"path": data or config.data.path, "sha256": split.sha256, "tokens": split.n_tokens},
         "windows": result.windows,
         "dtype": dtype_name(precision),
@@ -158,7 +157,8 @@ def generation_report(
 def show_run(out: Path, device: str = "auto") -> None:
     """After training: loss at each depth on the validation text, a sample (kept in sample.txt), where the curve is."""
     config = load(out / "config.json")
-    report = evaluation_report(out, limit=4 * config.train.eval_windows, dtype="auto", device=device)
+    dtype = json.loads((out / "env.json").read_text(encoding="utf-8"))["dtype"]
+    report = evaluation_report(out, limit=4 * config.train.eval_windows, dtype=dtype, device=config.train.device)
     show_evaluation(report)
     options = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seed": 1337, "max_new_tokens": 400}
     text = generation_report(out, "", device=device, **options)["text"]
@@ -203,6 +203,17 @@ def info_report(what: str) -> dict[str, Any]:
     }
 
 
+def diagram(layout: Layout) -> str:
+    """The model as one line of boxes, with the loop drawn around the core."""
+    if layout.is_dense:
+        return f"tokens -> embed -> [{layout.n_unique} blocks] -> ln_f -> head -> logits"
+    before = f"tokens -> embed -> [{layout.p} prelude] -> h_pre -> "
+    core = f"read -> [{layout.n} core] -> write"
+    after = f" -> h_{layout.R} -> [{layout.c} coda] -> ln_f -> head -> logits"
+    loop = " " * len(before) + f"^{'x ' + str(layout.R):-^{len(core) - 2}}|"
+    return f"{before}{core}{after}\n{loop}"
+
+
 def show_info(report: dict[str, Any]) -> None:
     table = Table(title=f"{report['name']}: {report['method']} {report['layout']}", show_header=False)
     flops = report["flops_per_token"]
@@ -215,6 +226,7 @@ def show_info(report: dict[str, Any]) -> None:
             rows.append((f"decode memory, {strategy}, batch {batch} (bf16, full context)", f"{size / 2**20:,.1f} MiB"))
     for row in rows:
         table.add_row(*row)
+    console.print(diagram(Layout.parse(report["layout"])))
     console.print(table)
 
 
@@ -230,6 +242,8 @@ def show_list(folder: Path) -> None:
                       f"{c.train.steps:,}", tokens)  # fmt: skip
     console.print(table)
     console.print(f"methods: dense (a layout without a core), {', '.join(METHODS)}")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder: name one that holds runs.")
     runs = sorted(p.parent for p in folder.rglob("config.json") if (p.parent / "metrics.jsonl").exists())
     if not runs:
         console.print(f"no runs under {folder}")

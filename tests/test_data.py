@@ -62,7 +62,7 @@ def test_folder_is_read_in_the_order_of_relative_paths(texts):
     ("name", "data", "message"),
     [
         ("missing.txt", None, "No file or folder .*missing.txt"),
-        ("page.html", b"text", "page.html is not a .txt file"),
+        ("page.html", b"text", "page.html is of no kind that is read"),
         ("empty.txt", b"", "empty.txt is empty"),
         ("latin.txt", "caf\xe9 noir".encode("latin-1"), "latin.txt is not UTF-8 at byte 3"),
         ("cut.txt", "caf\xe9".encode()[:-1], "cut.txt is not UTF-8 at byte 3"),
@@ -79,7 +79,7 @@ def test_bad_files_are_named_in_one_sentence(tmp_path, name, data, message):
 
 
 def test_bad_folders(tmp_path):
-    with pytest.raises(ValueError, match="holds no .txt file"):
+    with pytest.raises(ValueError, match="holds no file that is read: put files of .txt, .md, .py, .jsonl, .parquet"):
         open_corpus(tmp_path)
     (tmp_path / "nothing.txt").touch()
     with pytest.raises(ValueError, match="are empty"):
@@ -138,7 +138,7 @@ def test_builtin_has_the_expected_size_and_hash(capfd):
 
 def test_an_unexpected_builtin_is_a_warning_with_versions(texts, monkeypatch):
     unexpected = Corpus("builtin", open_corpus(texts).files, BUILTIN_SHA256)
-    monkeypatch.setattr(prepare_module, "open_corpus", lambda source: unexpected)
+    monkeypatch.setattr(prepare_module, "open_corpus", lambda source, field: unexpected)
     with pytest.warns(UserWarning, match=r"builtin corpus differs .*sympy .* \(pinned 1.14.0\)"):
         prepare("builtin", val_fraction=0.2)
 
@@ -248,7 +248,7 @@ DAMAGE = [
     (Path.unlink, "val-00000.bin", "val-00000.bin is missing"),
     (raise_an_id, "val-00000.bin", "val-00000.bin holds id 300, beyond its vocabulary of 257"),
     (truncate, "meta.json", "meta.json is not JSON"),
-    (lambda path: path.write_text('{"format": 99}'), "meta.json", "meta.json is not in format 1"),
+    (lambda path: path.write_text('{"format": 99}'), "meta.json", "meta.json is not in format 2"),
 ]
 
 
@@ -311,25 +311,24 @@ def test_the_loser_of_a_race_takes_the_winners_folder(texts, tmp_path):
     assert (winner.folder / "meta.json").stat().st_ino == stamp
 
 
-def test_an_error_while_writing_leaves_no_trace(texts, cache, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError])
+def test_an_error_while_writing_leaves_no_trace(texts, cache, monkeypatch, error):
     def refuse(*_):
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(shards_module, "_install", refuse)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         prepare(texts)
     assert list((cache / "data").iterdir()) == []
 
 
 def test_files_that_change_between_the_passes_are_noticed(texts, monkeypatch):
-    survey = prepare_module._survey
+    class Changing(prepare_module.Texts):
+        def fill(self, *arguments):
+            (texts / "00.txt").write_text("changed")
+            return super().fill(*arguments)
 
-    def survey_then_change(*arguments):
-        found = survey(*arguments)
-        (texts / "00.txt").write_text("changed")
-        return found
-
-    monkeypatch.setattr(prepare_module, "_survey", survey_then_change)
+    monkeypatch.setattr(prepare_module, "Texts", Changing)
     with pytest.raises(ValueError, match="texts changed while they were read"):
         prepare(texts, val_fraction=0.2)
 

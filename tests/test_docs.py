@@ -15,7 +15,9 @@ import tyro
 
 import grt
 from grt import cli
-from grt.config import ConfigError, RunConfig
+from grt.config import ConfigError, Layout, RunConfig
+from grt.presets import preset
+from grt.report import diagram
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
@@ -275,3 +277,11 @@ def test_right_sample_is_accepted(check, text):
 
 def test_every_check_has_a_wrong_and_a_right_sample():
     assert {check for check, _ in WRONG} == {check for check, _ in RIGHT} == {*CHECKS, check_forbidden}
+
+
+def test_the_readme_draws_the_layout_it_names():
+    """The diagram is what `grt info` prints for grt-nano."""
+    layout = preset("grt-nano").model.blocks
+    assert diagram(layout) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert diagram(layout) != diagram(Layout.parse("2+5x4+2")) and "x 4" in diagram(Layout.parse("2+5x4+2"))
+    assert diagram(Layout.parse("8L")) == "tokens -> embed -> [8 blocks] -> ln_f -> head -> logits"

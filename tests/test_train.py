@@ -80,7 +80,7 @@ def test_the_log_has_the_defined_fields_and_no_nan(config, trained):
         assert row["tokens"] == row["step"] * config.train.tokens_per_step
         assert row["loss"] == row["loss_lm"] and row["aux"] == 0
         assert len(row["depth"]) == 2 and set(row["depth"]) <= {1, 2, 3}
-        assert row["peak_bytes"] > 10**7 and row["seconds"] > 0
+        assert 10**5 < row["peak_bytes"] < 10**7 and row["seconds"] > 0
     for row in rows(trained[0], "eval"):
         assert row["loss_by_depth"].keys() == {"0", "1", "2", "3"} and row["loss"] == row["loss_by_depth"]["3"]
         assert row["split"] == "val" and row["tokens"] == 8 * 16

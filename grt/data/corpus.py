@@ -1,20 +1,23 @@
-"""Corpora: an ordered list of UTF-8 files, one document each, that is read one file at a time.
+"""Corpora: an ordered list of files and the documents in them (see `formats`), read one at a time.
 
 `builtin` needs no download: it is the Python source of packages that the project depends on anyway. At the pinned
 versions it is the same text, to the byte, on every platform and Python version; what wheels generate at build time
 or ship for some Python versions only is left out, and CRLF (the Windows wheels) is read as LF.
 """
 
+import glob
 import hashlib
 import importlib.util
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from grt.config import ConfigError
+from grt.data.formats import COMPRESSED, KINDS, Document, documents_of, kind_of, of_text
+from grt.data.remote import SHORTCUTS, download, fetch_dataset
 
 BUILTIN_VERSIONS = {"sympy": "1.14.0", "networkx": "3.6.1", "mpmath": "1.3.0", "numpy": "2.4.6"}
 BUILTIN_SHA256 = "40029e005cc78f4bd82b9ae945bf9b7b12566880ee270e1fb1d3c375c18f0b21"
@@ -26,29 +29,20 @@ STDLIB_LEFT_OUT = ("site-packages/", "dist-packages/", "_sysconfigdata", "config
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text and the name to call it by; the name never enters a hash."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Corpus:
     """Named files in a fixed order; `expected_sha256` where the text is known in advance."""
 
     name: str
     files: tuple[tuple[str, Path], ...]  # (document name, path)
     expected_sha256: str | None = None
-    crlf_as_lf: bool = False
+    crlf_as_lf: bool = False  # source files: small
+    field: str = "text"
 
     def documents(self) -> Iterator[Document]:
         """Yields the documents in order, holding one at a time. Raises ConfigError for a file that is no UTF-8 text."""
         for name, path in self.files:
-            data = path.read_bytes()
-            if self.crlf_as_lf:
-                data = data.replace(b"\r\n", b"\n")
-            yield Document(name, _decode(data, path))
+            for document in documents_of(name, path, self.field):
+                yield of_text(name, document.text.replace("\r\n", "\n")) if self.crlf_as_lf else document
 
 
 class CorpusHash:
@@ -57,17 +51,34 @@ class CorpusHash:
     def __init__(self):
         self._sha256 = hashlib.sha256()
 
+    def begin(self, n_bytes: int) -> None:
+        self._sha256.update(n_bytes.to_bytes(8, "little"))
+
     def add(self, text_bytes: bytes) -> None:
-        self._sha256.update(len(text_bytes).to_bytes(8, "little"))
+        """More of the document that began last."""
         self._sha256.update(text_bytes)
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
 
 
-def open_corpus(source: str | Path) -> Corpus:
-    """The corpus called `builtin` or `stdlib`, or that of a .txt file or of a folder's .txt files (by relative path).
+def split_sources(sources: str | Path | Sequence[str | Path]) -> list[str]:
+    """Single sources; commas part those of a string, unless a file of that very name is there."""
+    found = []
+    for source in [sources] if isinstance(sources, str | Path) else sources:
+        whole = isinstance(source, Path) or "," not in source or Path(source).exists()
+        found += [str(source)] if whole else [part.strip() for part in str(source).split(",")]
+    found = [source for source in found if source]
+    if not found:
+        raise ConfigError(f"missing: SOURCE (builtin, stdlib, or files and folders of {KINDS}).")
+    return found
 
+
+def open_corpus(source: str | Path, field: str = "text") -> Corpus:
+    """The corpus of one source; `field` is that of the rows of .jsonl and .parquet files.
+
+    A source is `builtin`, `stdlib`, `shakespeare`, `url:...`, `hf:...` (see `remote`), a file, a folder (its files of
+    all kinds that are read, by relative path, without hidden ones), or a pattern with * that finds files and folders.
     A folder of the name `builtin` is reached as `./builtin`. Raises ConfigError, in a sentence that names the path, for
     one that is missing, empty or of another kind; what is inside the files is checked as they are read.
     """
@@ -78,16 +89,30 @@ def open_corpus(source: str | Path) -> Corpus:
         root = Path(sysconfig.get_paths()["stdlib"])
         left_out = tuple(f"stdlib/{prefix}" for prefix in STDLIB_LEFT_OUT)
         return Corpus("stdlib", _python_sources({"stdlib": root}, left_out), crlf_as_lf=True)
+    address = SHORTCUTS.get(str(source), str(source))
+    if address.startswith("url:"):
+        path = download(address)
+        return Corpus(str(source) if source in SHORTCUTS else _stem(path), ((path.name, path),), field=field)
+    if address.startswith("hf:"):
+        path = fetch_dataset(address, field)
+        return Corpus(_stem(path), ((address, path),))
+    return _on_disk(str(source), field)
+
+
+def _on_disk(source: str, field: str) -> Corpus:
     path = Path(source)
     if path.is_dir():
-        return _folder(path)
+        files = _folder(path)
+        return Corpus(path.resolve().name, tuple((name, files[name]) for name in sorted(files)), field=field)
+    if not path.exists() and glob.has_magic(source):
+        return Corpus("files", _matches(source), field=field)
     if not path.exists():
-        raise ConfigError(f"No file or folder {path}: give builtin, stdlib, a .txt file or a folder of .txt files.")
-    if path.suffix.lower() != ".txt":
-        raise ConfigError(f"{path} is not a .txt file: save its text as UTF-8 under a name that ends in .txt.")
+        raise ConfigError(f"No file or folder {path}: give builtin, stdlib, or files and folders of {KINDS}.")
+    if not kind_of(path):
+        raise ConfigError(f"{path} is of no kind that is read ({KINDS}): save its text as UTF-8 in a .txt file.")
     if path.stat().st_size == 0:
         raise ConfigError(f"{path} is empty: give a file that holds text.")
-    return Corpus(path.stem, ((path.name, path),))
+    return Corpus(_stem(path), ((path.name, path),), field=field)
 
 
 def check_expected(corpus: Corpus, sha256: str) -> None:
@@ -102,23 +127,35 @@ def check_expected(corpus: Corpus, sha256: str) -> None:
         )
 
 
-def _folder(path: Path) -> Corpus:
-    found = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.suffix.lower() == ".txt" and p.is_file()}
-    if not found:
-        raise ConfigError(f"The folder {path} holds no .txt file: put UTF-8 text files into it, at any depth.")
-    files = tuple((name, found[name]) for name in sorted(found) if found[name].stat().st_size)
+def _stem(path: Path) -> str:
+    return Path(path.stem).stem if path.suffix.lower() in COMPRESSED else path.stem
+
+
+def _matches(pattern: str) -> tuple[tuple[str, Path], ...]:
+    files: dict[str, Path] = {}
+    for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
+        if path.is_dir():
+            files |= {f"{path.as_posix()}/{name}": file for name, file in _folder(path, required=False).items()}
+        elif kind_of(path) and path.stat().st_size:
+            files[path.as_posix()] = path
     if not files:
-        raise ConfigError(f"All .txt files in {path} are empty: give files that hold text.")
-    return Corpus(path.resolve().name, files)
+        raise ConfigError(f"The pattern {pattern} finds no file that holds text: give files of {KINDS}.")
+    return tuple((name, files[name]) for name in sorted(files))
 
 
-def _decode(data: bytes, path: Path) -> str:
-    if (nul := data.find(0)) >= 0:
-        raise ConfigError(f"{path} is a binary file (byte {nul} is NUL): give UTF-8 text.")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 at byte {error.start}: convert the file to UTF-8.") from None
+def _folder(folder: Path, required: bool = True) -> dict[str, Path]:
+    """The files of a folder that are read and not empty, by relative path; hidden files and folders are left out."""
+    found = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if kind_of(path) and not any(part.startswith((".", "__pycache__")) for part in name.parts) and path.is_file():
+            found[name.as_posix()] = path
+    if required and not found:
+        raise ConfigError(f"The folder {folder} holds no file that is read: put files of {KINDS} into it.")
+    files = {name: path for name, path in found.items() if path.stat().st_size}
+    if required and not files:
+        raise ConfigError(f"All files of text in {folder} are empty: give files that hold text.")
+    return files
 
 
 def _package_folder(name: str) -> Path:
@@ -127,6 +164,14 @@ def _package_folder(name: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"The builtin corpus needs {name}'s source: install {name}=={BUILTIN_VERSIONS[name]}.")
     return Path(spec.submodule_search_locations[0])
+
+
+def _is_text(data: bytes) -> bool:
+    """Test suites hold files that are not, on purpose."""
+    try:
+        return b"\0" not in data and data.decode() is not None
+    except UnicodeDecodeError:
+        return False
 
 
 def _python_sources(roots: dict[str, Path], left_out: Iterable[str]) -> tuple[tuple[str, Path], ...]:
@@ -141,10 +186,6 @@ def _python_sources(roots: dict[str, Path], left_out: Iterable[str]) -> tuple[tu
         if name.startswith(tuple(left_out)) or "__pycache__" in name:
             continue
         data = paths[name].read_bytes().replace(b"\r\n", b"\n")
-        try:
-            _decode(data, paths[name])
-        except ValueError:  # test suites hold such files on purpose
-            continue
-        if len(data) >= MIN_SOURCE_BYTES:
+        if len(data) >= MIN_SOURCE_BYTES and _is_text(data):
             by_content.setdefault(hashlib.sha256(data).hexdigest(), (name, paths[name]))
     return tuple(by_content[digest] for digest in sorted(by_content))

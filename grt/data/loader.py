@@ -1,6 +1,7 @@
 """Token shards -> training and evaluation windows. Nothing here has a state: a batch follows from its arguments.
 
-S rows a slot, T = context tokens a row. Windows may span documents; end-of-text tells them apart.
+S rows a slot, T = context tokens a row. Windows may span documents, which end-of-text tells apart; those of a
+`DocumentSplit` (see `documents`) lie within one.
 """
 
 import random
@@ -50,6 +51,26 @@ class Split:
                 "(context + 1): give more text or a smaller context."
             )
 
+    def n_starts(self, context: int) -> int:
+        """In how many places a window of T tokens and their targets may begin: the last target ends the split."""
+        return self.n_tokens - context
+
+    def start(self, k: int, context: int) -> int:
+        """The k-th of these places."""
+        return k
+
+    def n_tiles(self, context: int) -> int:
+        """How many non-overlapping windows of T tokens (and their targets) there are."""
+        return (self.n_tokens - 1) // context
+
+    def tile(self, i: int, context: int) -> int:
+        """Where the i-th of these begins."""
+        return i * context
+
+    def unreachable(self, context: int) -> int:
+        """How many tokens no window holds."""
+        return 0
+
 
 def batch(
     split: Split, *, seed: int, step: int, slot: int, rows: range, context: int
@@ -62,9 +83,9 @@ def batch(
     split.require(context + 1)
     windows = []
     for row in rows:
-        # randrange excludes its bound: starts are 0..n-T-1, and the last one's targets end with the last token.
-        start = random.Random(f"window/{seed}/{step}/{slot}/{row}").randrange(split.n_tokens - context)
-        windows.append(split.read(start, context + 1))
+        # randrange excludes its bound: the last place is n_starts - 1, and its targets end with the last token.
+        k = random.Random(f"window/{seed}/{step}/{slot}/{row}").randrange(split.n_starts(context))
+        windows.append(split.read(split.start(k, context), context + 1))
     return _ids_and_targets(np.stack(windows))
 
 
@@ -74,7 +95,7 @@ def n_windows(split: Split, context: int, limit: int | None = None) -> int:
     Raises ConfigError when it holds none.
     """
     split.require(context + 1)
-    n = (split.n_tokens - 1) // context
+    n = split.n_tiles(context)
     return n if limit is None else min(n, limit)
 
 
@@ -83,11 +104,12 @@ def windows(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Non-overlapping windows from the start of the split, in order: (ids, targets), int64 (up to batch_size, T).
 
-    Window i is tokens iT..iT+T-1 with targets one further on, so every token but the first is a target at most once.
+    Targets are one further on. In a split without regard to documents window i is tokens iT..iT+T-1, so every token
+    but the first is a target at most once.
     """
     n = n_windows(split, context, limit)
     for first in range(0, n, batch_size):
-        starts = range(first * context, min(first + batch_size, n) * context, context)
+        starts = [split.tile(i, context) for i in range(first, min(first + batch_size, n))]
         yield _ids_and_targets(np.stack([split.read(start, context + 1) for start in starts]))
 
 

@@ -1,143 +1,104 @@
-"""Corpus -> prepared folder: which document goes to which split, and where the result is kept.
+"""Sources -> prepared folder, in the cache or where the user says; made once, then found again.
 
-Documents pass through one at a time, twice: the first pass hashes and counts (the hash names the cache entry, the
-counts decide how to split), the second writes (see `shards`). Memory holds one document, however large the corpus.
+What is read is in `corpus` and `formats`, which document goes to which split in `texts`, how ids are made in `encode`,
+where they are kept in `shards`.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from grt.config import ConfigError
-from grt.data.corpus import Corpus, CorpusHash, Document, check_expected, open_corpus
-from grt.data.shards import FORMAT, SPLITS, Prepared, load_if_intact, load_prepared, read_meta, write_prepared
-from grt.data.tokenizer import get_tokenizer
+from grt.data.corpus import open_corpus, split_sources
+from grt.data.meta import FORMAT
+from grt.data.remote import cache_folder
+from grt.data.shards import Prepared, load_if_intact, load_prepared, read_meta, write_prepared
+from grt.data.texts import Texts
+from grt.data.token_files import find_token_files
+from grt.data.tokenizer import Tokenizer, get_tokenizer
 
 __all__ = ["Prepared", "cache_folder", "load_prepared", "prepare"]
 
 SHARD_TOKENS = 100_000_000
-MIN_TAIL, MAX_TAIL = 0.01, 0.5  # bounds of the validation share when documents themselves are cut
+OURS = re.compile(r"meta\.json|journal\.jsonl|tokenizer\.json|(train|val)-\d{5}\.bin|(train|val)\.idx")
 
 
-def cache_folder() -> Path:
-    """Where grt keeps what it can make again: $GRT_CACHE, else $XDG_CACHE_HOME/grt, else ~/.cache/grt."""
-    if folder := os.environ.get("GRT_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grt"
+RESERVED = ("builtin", "stdlib")  # names of corpora, also where a folder of that name exists
+
+
+def open_source(source: str, *, tokenizer: str, val_fraction: float, field: str, **options: Any) -> Prepared:
+    """The prepared folder of that name, or text prepared now and cached; either way in this tokenizer's ids."""
+    if source not in RESERVED and (Path(source) / "meta.json").exists():
+        data = load_prepared(Path(source))
+        data.require_tokenizer(tokenizer)
+        return data
+    return prepare(source, tokenizer=tokenizer, val_fraction=val_fraction, field=field, **options)
 
 
 def prepare(
-    source: str | Path,
+    source: str | Path | Sequence[str | Path],
     *,
     tokenizer: str = "bytes",
     val_fraction: float = 0.02,
+    field: str = "text",
     out: Path | None = None,
+    workers: int = 1,
     progress: bool = False,
     quiet: bool = False,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Prepared:
-    """Token shards of a corpus (see `open_corpus`), from the cache or `out` if they are there and intact, else made.
+    """Token shards of some sources (see `open_corpus`), from the cache or `out` if they are intact there, else made.
 
-    Documents go to validation by their hash, so that adding one moves no other; if that leaves a split without a
-    document, the end of each document is the validation text (`split_rule` in meta.json says which). 1.0 puts all
-    into validation. stderr is told what was made; with `progress` also what was found in the cache, with `quiet`
-    nothing. Raises ConfigError for unreadable text, a fraction outside (0, 1], or an `out` in other use.
+    `split_rule` in meta.json says how documents were split (see `texts`); val_fraction 1.0 puts all into validation.
+    workers: processes that encode; 0 for one a core. The result doesn't depend on it; with more than one the calling
+    script needs the usual `if __name__ == "__main__":`. stderr is told what was made; with `progress` also what was
+    found in the cache, with `quiet` nothing. Raises ConfigError for unreadable text, a fraction outside (0, 1], or an
+    `out` in other use. A preparation that was killed is gone on with.
     """
     if not 0 < val_fraction <= 1:
         raise ConfigError(f"val_fraction is {val_fraction}: give a share above 0 and up to 1, such as 0.02.")
-    corpus, tok = open_corpus(source), get_tokenizer(tokenizer)
-    survey = _survey(corpus, val_fraction)
-    check_expected(corpus, survey.sha256)
-    identity = [FORMAT, survey.sha256, tok.sha256, float(val_fraction)]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    if out is None:
-        name = re.sub(r"[^\w.-]+", "_", f"{corpus.name}-{tok.name}-{key[:16]}")
-        folder = cache_folder() / "data" / name
-    else:
-        folder = Path(out)
-        _refuse_other_use(folder, key)
-    prepared = load_if_intact(folder)
-    if prepared is None:
-        rule = _split_rule(survey, val_fraction, quiet)
-        described = dict(source=corpus.name, key=key, corpus_sha256=survey.sha256, split_rule=rule)
-        parts = _parts(corpus, survey, rule, progress)
-        prepared = write_prepared(folder, parts, tok, shard_tokens, **described)
-        progress = True
-    counts = (
-        f"{name} {split['documents']} documents, {split['tokens']} tokens"
-        for name, split in prepared.meta["splits"].items()
-    )
-    if progress and not quiet:
-        _say(f"{corpus.name}: {'; '.join(counts)}; corpus sha256 {survey.sha256}; in {folder}")
+    if workers < 0:
+        raise ConfigError(f"workers is {workers}: give 1 or more, or 0 for one a core.")
+    tok, sources = get_tokenizer(tokenizer), split_sources(source)
+    with _bars(progress and not quiet) as bars:
+        content = find_token_files(sources, tok, val_fraction)
+        if content is None:
+            content = Texts([open_corpus(source, field) for source in sources], val_fraction, bars)
+        identity = [FORMAT, content.sha256, tok.sha256, float(val_fraction)]
+        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        folder = _folder(out, f"{content.name}-{tok.name}", key)
+        prepared = load_if_intact(folder)
+        if made := prepared is None:
+            if "tail" in content.rule and not quiet:
+                _say(f"Too few documents to split by hash: the last {content.rule['tail']:.0%} of each is "
+                     "validation text.")  # fmt: skip
+            described = dict(source=content.name, key=key, corpus_sha256=content.sha256, split_rule=content.rule)
+            n = _workers(workers, tok)
+            with _sentence_for_dead_workers(n):
+                prepared = write_prepared(
+                    folder, lambda partial: content.fill(partial, tok, n), tok, shard_tokens, **described
+                )
+    if (made or progress) and not quiet:
+        _say(_summary(prepared))
     return prepared
 
 
-@dataclass
-class _Survey:
-    """What the first pass learns: the corpus's hash, and how the documents fall by theirs."""
-
-    sha256: str = ""
-    documents: int = 0
-    val_documents: int = 0
-
-
-def _survey(corpus: Corpus, val_fraction: float) -> _Survey:
-    survey, whole = _Survey(), CorpusHash()
-    for document in corpus.documents():
-        data = document.text.encode()
-        whole.add(data)
-        survey.documents += 1
-        survey.val_documents += _is_val(data, val_fraction)
-    survey.sha256 = whole.hexdigest()
-    return survey
-
-
-def _is_val(text_bytes: bytes, val_fraction: float) -> bool:
-    return int.from_bytes(hashlib.sha256(text_bytes).digest()[:8], "big") < val_fraction * 2**64
-
-
-def _split_rule(survey: _Survey, val_fraction: float, quiet: bool) -> dict:
-    if val_fraction == 1 or 0 < survey.val_documents < survey.documents:
-        return {"by": "document hash", "val_fraction": val_fraction}
-    tail = min(max(val_fraction, MIN_TAIL), MAX_TAIL)
-    if not quiet:
-        _say(f"Too few documents to split by hash: the last {tail:.0%} of each is validation text.")
-    return {"by": "tail of each document", "val_fraction": val_fraction, "tail": tail}
-
-
-def _parts(corpus: Corpus, survey: _Survey, rule: dict, progress: bool) -> Iterator[tuple[str, str]]:
-    """(split, text) in the order of the documents. Raises ConfigError if the corpus is no longer what was surveyed."""
-    whole = CorpusHash()
-    documents = corpus.documents()
-    if progress and sys.stderr.isatty():
-        documents = track(documents, corpus.name, survey.documents, console=Console(stderr=True), transient=True)
-    for document in documents:
-        data = document.text.encode()
-        whole.add(data)
-        if "tail" in rule:
-            yield from _cut(document, rule["tail"])
-        else:
-            yield SPLITS[_is_val(data, rule["val_fraction"])], document.text
-    if whole.hexdigest() != survey.sha256:
-        raise ConfigError(f"The files of {corpus.name} changed while they were read: prepare them again.")
-
-
-def _cut(document: Document, tail: float) -> Iterator[tuple[str, str]]:
-    text = document.text
-    cut = len(text) - max(1, round(tail * len(text)))
-    # At the start of a line if one begins at most half a tail earlier, so that short texts keep their share roughly.
-    cut = text.rfind("\n", max(0, cut - (len(text) - cut) // 2), cut) + 1 or cut
-    if cut > 0:
-        yield "train", text[:cut]
-    yield "val", text[cut:]
+def _folder(out: Path | None, name: str, key: str) -> Path:
+    if out is not None:
+        _refuse_other_use(Path(out), key)
+        return Path(out)
+    short = re.sub(r"[^\w.-]+", "_", name)[-100:]
+    return cache_folder() / "data" / f"{short}-{key[:16]}"
 
 
 def _refuse_other_use(folder: Path, key: str) -> None:
@@ -146,12 +107,54 @@ def _refuse_other_use(folder: Path, key: str) -> None:
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
     try:
-        ours = all(re.fullmatch(r"meta\.json|(train|val)-\d{5}\.bin", name) for name in names)
-        same = ours and read_meta(folder / "meta.json")["key"] == key
+        same = all(map(OURS.fullmatch, names)) and read_meta(folder / "meta.json")["key"] == key
     except ValueError:
         same = False  # without its meta.json nobody can tell what would be overwritten
     if not same:
         raise ConfigError(f"{folder} holds something else than this data: name a new folder or remove it first.")
+
+
+def _workers(workers: int, tokenizer: Tokenizer) -> int:
+    """Copying bytes to another process takes longer than turning them into ids."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return workers or (1 if tokenizer.name == "bytes" else cores)
+
+
+@contextlib.contextmanager
+def _sentence_for_dead_workers(workers: int) -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"One of {workers} workers was killed, probably for want of memory: run the same again with fewer "
+            "--workers; it goes on from where it stopped."
+        ) from None
+
+
+@contextlib.contextmanager
+def _bars(wanted: bool):
+    """A function that moves a bar a pass, on a terminal; the second pass is as long as the first was."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    shown = wanted and sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
+        first = progress.add_task("reading", total=None)
+        second = progress.add_task("encoding", total=None, visible=False)
+
+        def more(what: str, n_bytes: int) -> None:
+            if not shown:
+                return
+            progress.update(first if what == "reading" else second, advance=n_bytes, visible=True)
+            if what == "encoding":
+                progress.update(second, total=progress.tasks[0].completed)
+
+        yield more
+
+
+def _summary(prepared: Prepared) -> str:
+    meta = prepared.meta
+    counts = [f"{k} {split['documents']} documents, {split['tokens']} tokens" for k, split in meta["splits"].items()]
+    return f"{meta['source']}: {'; '.join(counts)}; corpus sha256 {meta['corpus_sha256']}; in {prepared.folder}"
 
 
 def _say(line: str) -> None:

@@ -2,7 +2,7 @@
 
 Shards are little-endian ids (train-00000.bin, val-00000.bin, ...), every document followed by end-of-text: np.memmap
 reads them, and so does nanoGPT. A folder gets its final name only when it is whole and on disk, so a kill leaves at
-most a hidden `.partial` folder, which nothing reads.
+most a hidden `.partial` folder, which the same preparation goes on with (see `partial`).
 """
 
 import contextlib
@@ -12,18 +12,23 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from grt.config import ConfigError
+from grt.data.documents import DocumentSplit
 from grt.data.loader import BLOCK, Split, check_ids
-from grt.data.tokenizer import Tokenizer, get_tokenizer
+from grt.data.meta import FORMAT, SPLITS, read_meta
+from grt.data.partial import JOURNAL, Partial, partial_folder
+from grt.data.tokenizer import Tokenizer, get_tokenizer, smallest_dtype
+from grt.data.tokenizer_json import FILE, JsonTokenizer, tokenizer_from
+from grt.data.writer import Writer, sync
 
-FORMAT = 1
-SPLITS = ("train", "val")
+Windows = Literal["any", "document"]
 
 
 @dataclass(frozen=True)
@@ -33,32 +38,62 @@ class Prepared:
     folder: Path
     meta: dict
 
-    def split(self, name: str) -> Split:
-        """The split `train` or `val`. Raises ConfigError for another name."""
+    def split(self, name: str, windows: Windows = "any") -> Split:
+        """The split `train` or `val`. Raises ConfigError for another name.
+
+        windows: `any` may span documents, `document` lie within one (see `documents`).
+        """
         if name not in self.meta["splits"]:
             raise ConfigError(f"No split {name!r} in {self.folder}: choose from {', '.join(self.meta['splits'])}.")
-        entry, vocab_size = self.meta["splits"][name], self.meta["tokenizer"]["vocab_size"]
-        return Split(name, self.folder, entry, self.meta["dtype"], vocab_size)
+        return self._open(name, [self.meta["splits"][name]], windows)
 
-    def whole(self) -> Split:
+    def whole(self, windows: Windows = "any") -> Split:
         """All tokens: those of `train`, then those of `val`. Its sha256 is that of the sha256 of both."""
-        entries = [entry for entry in self.meta["splits"].values() if entry["tokens"]]
-        entry: dict
+        return self._open("whole", [entry for entry in self.meta["splits"].values() if entry["tokens"]], windows)
+
+    def _open(self, name: str, entries: list[dict], windows: Windows) -> Split:
         if len(entries) == 1:
             entry = entries[0]
         else:
-            entry = {key: sum(entry[key] for entry in entries) for key in ("documents", "tokens", "bytes")}
+            entry: dict = {key: sum(part[key] for part in entries) for key in ("documents", "tokens", "bytes")}
             entry["shards"] = [shard for part in entries for shard in part["shards"]]
             entry["sha256"] = hashlib.sha256("".join(part["sha256"] for part in entries).encode()).hexdigest()
-        return Split("whole", self.folder, entry, self.meta["dtype"], self.meta["tokenizer"]["vocab_size"])
+        dtype, vocab_size = self.meta["dtype"], self.meta["tokenizer"]["vocab_size"]
+        if windows == "any":
+            return Split(name, self.folder, entry, dtype, vocab_size)
+        if any("index" not in part for part in entries):
+            raise ConfigError(f"{self.folder} does not say where documents end (format 1): prepare the data again.")
+        ends, before = [], 0
+        for part in entries:
+            ends.append(np.fromfile(self.folder / part["index"]["file"], "<u8").astype(np.int64) + before)
+            before += part["tokens"]
+        return DocumentSplit(name, self.folder, entry, dtype, vocab_size, np.concatenate(ends))
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that wrote the ids. Raises ConfigError when the one of that name has changed since."""
-        tokenizer = get_tokenizer(self.meta["tokenizer"]["name"])
-        if tokenizer.sha256 != self.meta["tokenizer"]["sha256"]:
+        """The tokenizer that wrote the ids; that of a tokenizer.json is kept in the folder.
+
+        Raises ConfigError when the one of that name has changed since.
+        """
+        written = self.meta["tokenizer"]
+        copy = self.folder / FILE
+        if written["name"].startswith("hf:") and copy.exists():
+            tokenizer = tokenizer_from(f"hf:{copy}")
+            tokenizer.name = written["name"]
+        else:
+            tokenizer = get_tokenizer(written["name"])
+        if any(getattr(tokenizer, field) != written[field] for field in ("sha256", "vocab_size", "eot")):
             raise ConfigError(f"{self.folder} was written by another {tokenizer.name} tokenizer: prepare it again.")
         return tokenizer
+
+    def require_tokenizer(self, name: str) -> None:
+        """Raises ConfigError unless the ids are those of that tokenizer, under whatever name."""
+        written = self.meta["tokenizer"]
+        if written["name"] != name and get_tokenizer(name).sha256 != written["sha256"]:
+            raise ConfigError(
+                f"{self.folder} holds {written['name']} tokens, the run reads {name}: prepare the text "
+                f"with --tokenizer {name}, or set --data.tokenizer {written['name']} for a new run."
+            )
 
 
 def load_prepared(folder: Path, verify: bool = True) -> Prepared:
@@ -71,6 +106,8 @@ def load_prepared(folder: Path, verify: bool = True) -> Prepared:
     for entry in meta["splits"].values():
         for shard in entry["shards"]:
             _check_shard(folder / shard["file"], shard, meta["dtype"], meta["tokenizer"]["vocab_size"], verify)
+        if "index" in entry:
+            _check_index(folder / entry["index"]["file"], entry, verify)
     return Prepared(folder, meta)
 
 
@@ -85,93 +122,33 @@ def load_if_intact(folder: Path) -> Prepared | None:
         return None
 
 
-def read_meta(path: Path) -> dict:
-    """meta.json. Raises ConfigError where it is missing, no JSON, or of another format."""
-    if not path.exists():
-        raise ConfigError(f"{path} is missing, so {path.parent} is no prepared folder: make one with grt prepare.")
-    try:
-        meta = json.loads(path.read_bytes())
-    except ValueError:
-        raise ConfigError(f"{path} is not JSON: prepare the data again.") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise ConfigError(f"{path} is not in format {FORMAT}, which this version reads: prepare the data again.")
-    return meta
-
-
 def write_prepared(
-    folder: Path, parts: Iterable[tuple[str, str]], tokenizer: Tokenizer, shard_tokens: int, **described
+    folder: Path, fill: Callable[[Partial], None], tokenizer: Tokenizer, shard_tokens: int, **described
 ) -> Prepared:
-    """Encodes (split, text) pairs into a new prepared folder; `described` goes into its meta.json as it is.
+    """A new prepared folder, whose shards `fill` writes; `described` goes into its meta.json as it is.
 
     If another process finishes the folder first, that one is returned.
     """
-    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir(parents=True)
-    try:
-        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        splits = _write_splits(partial, parts, tokenizer, dtype, shard_tokens)
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    with partial_folder(folder, described["key"]) as (path, journal):
+        header = {"format": FORMAT, "shard_tokens": shard_tokens} | described
+        partial = Partial(path, journal, header, lambda: [Writer(path, name, dtype, shard_tokens) for name in SPLITS])
+        try:
+            fill(partial)
+            for writer in partial.writers:
+                writer.finish()
+        finally:
+            partial.close()
         identity = {name: getattr(tokenizer, name) for name in ("name", "vocab_size", "eot", "sha256")}
+        splits = {writer.name: writer.entry() for writer in partial.writers}
         meta = {"format": FORMAT, "tokenizer": identity, "dtype": dtype, **described, "splits": splits}
-        with open(partial / "meta.json", "w") as file:
+        if isinstance(tokenizer, JsonTokenizer):
+            (path / FILE).write_bytes(tokenizer.data)
+        with open(path / "meta.json", "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
-            _sync(file)
-        _sync_folder(partial)
-        return _install(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_splits(
-    folder: Path, parts: Iterable[tuple[str, str]], tokenizer: Tokenizer, dtype: str, shard_tokens: int
-) -> dict:
-    with contextlib.ExitStack() as stack:
-        writers = {name: _Writer(folder, name, dtype, shard_tokens) for name in SPLITS}
-        for writer in writers.values():
-            stack.callback(writer.finish_shard)
-        for name, text in parts:
-            ids = tokenizer.encode(text)
-            writers[name].add(np.append(ids, ids.dtype.type(tokenizer.eot)), len(text.encode()))
-    return {name: writer.entry() for name, writer in writers.items()}
-
-
-class _Writer:
-    """Appends ids to the shards of one split; the hashes are taken on the way."""
-
-    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int):
-        self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.documents = self.bytes = 0
-        self.sha256, self.shards = hashlib.sha256(), []
-        self.file = None  # of the last shard, until that is full
-
-    def add(self, ids: np.ndarray, n_bytes: int) -> None:
-        self.documents += 1
-        self.bytes += n_bytes
-        while len(ids):
-            if self.file is None:
-                self.shards.append({"file": f"{self.name}-{len(self.shards):05}.bin", "tokens": 0})
-                self.file, self.shard_sha256 = open(self.folder / self.shards[-1]["file"], "wb"), hashlib.sha256()  # noqa: SIM115
-            shard = self.shards[-1]
-            piece, ids = np.split(ids, [self.shard_tokens - shard["tokens"]])
-            data = piece.astype(self.dtype).tobytes()
-            self.file.write(data)
-            self.sha256.update(data)
-            self.shard_sha256.update(data)
-            shard["tokens"] += len(piece)
-            shard["sha256"] = self.shard_sha256.hexdigest()
-            if shard["tokens"] == self.shard_tokens:
-                self.finish_shard()
-
-    def finish_shard(self) -> None:
-        if self.file is not None:
-            _sync(self.file)
-            self.file.close()
-            self.file = None
-
-    def entry(self) -> dict:
-        """The split's part of meta.json."""
-        tokens, sha256 = sum(shard["tokens"] for shard in self.shards), self.sha256.hexdigest()
-        return dict(documents=self.documents, tokens=tokens, bytes=self.bytes, sha256=sha256, shards=self.shards)
+            sync(file)
+        _sync_folder(path)
+        return _install(path, folder)
 
 
 def _install(partial: Path, folder: Path) -> Prepared:
@@ -180,23 +157,29 @@ def _install(partial: Path, folder: Path) -> Prepared:
         try:
             os.rename(partial, folder)
             _sync_folder(folder.parent)
+            (folder / JOURNAL).unlink(missing_ok=True)
             return load_prepared(folder, verify=False)
         except OSError:
             if not folder.is_dir():
                 raise
             with contextlib.suppress(ValueError):
-                return load_prepared(folder)
+                winner = load_prepared(folder)
+                shutil.rmtree(partial, ignore_errors=True)
+                return winner
             damaged = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.damaged")
             os.rename(folder, damaged)
             shutil.rmtree(damaged, ignore_errors=True)
 
 
-def _check_shard(path: Path, shard: dict, dtype: str, vocab_size: int, verify: bool) -> None:
-    expected = shard["tokens"] * np.dtype(dtype).itemsize
+def _check_size(path: Path, expected: int) -> None:
     if not path.exists():
         raise ConfigError(f"{path} is missing: prepare the data again.")
     if path.stat().st_size != expected:
         raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {expected}: prepare the data again.")
+
+
+def _check_shard(path: Path, shard: dict, dtype: str, vocab_size: int, verify: bool) -> None:
+    _check_size(path, shard["tokens"] * np.dtype(dtype).itemsize)
     if verify:
         sha256, ids = hashlib.sha256(), np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")
         for start in range(0, len(ids), BLOCK):
@@ -207,9 +190,16 @@ def _check_shard(path: Path, shard: dict, dtype: str, vocab_size: int, verify: b
             raise ConfigError(f"{path} differs from the sha256 in meta.json: prepare the data again.")
 
 
-def _sync(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _check_index(path: Path, entry: dict, verify: bool) -> None:
+    """The ends of documents; the last may lie before the end of the split, never beyond it."""
+    _check_size(path, 8 * entry["documents"])
+    if verify:
+        data = path.read_bytes()
+        ends = np.frombuffer(data, "<u8")
+        if hashlib.sha256(data).hexdigest() != entry["index"]["sha256"]:
+            raise ConfigError(f"{path} differs from the sha256 in meta.json: prepare the data again.")
+        if len(ends) and (ends[-1] > entry["tokens"] or (ends[1:] <= ends[:-1]).any()):
+            raise ConfigError(f"{path} has ends of documents out of order: prepare the data again.")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Tokenizers: text <-> ids. Text is only ever text: no spelling of a special token in it becomes that token.
 
-End-of-text is appended by id (see `prepare`), never parsed, so a document that quotes `<|endoftext|>` survives.
+End-of-text is appended by id (see `encode`), never parsed, so a document that quotes `<|endoftext|>` survives.
+`bytes` is here, `gpt2` in `gpt2`, and any tokenizer.json, as `hf:PATH` or `hf:NAME`, in `tokenizer_json`.
 """
 
 import difflib
@@ -29,6 +30,13 @@ class Tokenizer(Protocol):
         """Text of the ids; invalid UTF-8 becomes U+FFFD and end-of-text the empty string."""
         ...
 
+    def cut(self, text: str) -> int:
+        """The last place where the text may be cut so that its parts, encoded apart, give the ids of the whole; or 0.
+
+        The same must hold whatever text follows.
+        """
+        ...
+
 
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and end-of-text = 256."""
@@ -46,13 +54,46 @@ class ByteTokenizer:
         """Text of the ids; invalid UTF-8 becomes U+FFFD, end-of-text "". Raises ConfigError for an id above 256."""
         return bytes(i for i in ids if i != self.eot).decode(errors="replace")
 
+    def cut(self, text: str) -> int:
+        return len(text)
 
-TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": ByteTokenizer}
+
+def cut_before_space(text: str) -> int:
+    """The last space or line end that follows something else: there GPT-2's pre-tokenizer always splits.
+
+    None of its alternatives goes on from a non-space to a space, and the two that are about spaces look at what comes
+    after them only. str.isspace() holds for all that its `\\s` matches.
+    """
+    for space in "\n ":
+        at = text.rfind(space)
+        while at > 0 and text[at - 1].isspace():
+            at = text.rfind(space, 0, at)
+        if at > 0:
+            return at
+    return 0
+
+
+def smallest_dtype(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def _gpt2() -> Tokenizer:
+    from grt.data.gpt2 import gpt2_tokenizer
+
+    return gpt2_tokenizer()
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": ByteTokenizer, "gpt2": _gpt2}
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name. Raises ConfigError for an unknown one."""
+    """The tokenizer of that name, or of the tokenizer.json that `hf:...` means. Raises ConfigError if there is none."""
+    if name.startswith("hf:"):
+        from grt.data.tokenizer_json import tokenizer_from
+
+        return tokenizer_from(name)
     if name not in TOKENIZERS:
         nearest = difflib.get_close_matches(name, TOKENIZERS, n=1, cutoff=0)[0]
-        raise ConfigError(f"Unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)} (nearest: {nearest}).")
+        known = ", ".join(TOKENIZERS)
+        raise ConfigError(f"Unknown tokenizer {name!r}: choose from {known}, hf:PATH and hf:NAME (nearest: {nearest}).")
     return TOKENIZERS[name]()

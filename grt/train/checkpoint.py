@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -254,25 +255,25 @@ def weights_file(folder: Path) -> Path:
     return folder / next(name for name in WEIGHTS if name in read_manifest(folder)["files"])
 
 
-def find_checkpoint(path: Path, which: str = "latest") -> tuple[Path, RunConfig]:
-    """The sound checkpoint that a run, a checkpoint or a model folder stands for, and its config."""
+def find_checkpoint(path: Path) -> tuple[Path, RunConfig]:
+    """The checkpoint that a path stands for, and its config: the newest sound one of a run (a warning names those it
+    passed over), a checkpoint, one of a run's pointers (checkpoints/best), or a model folder."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: give a run's folder, one of its checkpoints or a model folder.")
+    path = path.resolve()
+    if path.is_file() and path.name in ("latest", "best"):
+        path = path.parent / path.read_text(encoding="utf-8").strip()
     if (path / "manifest.json").exists():
-        folder = path.absolute()
-        in_run = folder.parent.name == "checkpoints" and folder.name.startswith("step-")
-        config = load((folder.parents[1] if in_run else folder) / "config.json")
-        verify(folder, config_hash(config))
-        return folder, config
+        in_run = path.parent.name == "checkpoints" and path.name.startswith("step-")
+        config = load((path.parents[1] if in_run else path) / "config.json")
+        verify(path, config_hash(config))
+        return path, config
     config = load(path / "config.json")
-    checkpoints = Checkpoints(path, config_hash(config), keep=1)
-    name = checkpoints.pointer(which)
-    if name is not None and (checkpoints.folder / name).is_dir() and which == "best":
-        verify(checkpoints.folder / name, checkpoints.hash)
-        return checkpoints.folder / name, config
-    folder, skipped = checkpoints.newest_sound()
+    folder, skipped = Checkpoints(path, config_hash(config), keep=1).newest_sound()
     if folder is None:
         raise CheckpointError(skipped[0] if skipped else f"{path} holds no checkpoint yet: train it first.")
+    for reason in skipped:
+        warnings.warn(f"passed over a checkpoint: {reason}", stacklevel=3)
     return folder, config
 
 

@@ -7,6 +7,7 @@ resumed run repeats the interrupted one bit for bit, and evaluating changes noth
 import hashlib
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,11 +16,12 @@ import torch
 
 from grt.config import ConfigError, RunConfig, config_hash
 from grt.data.loader import batch, bigram_entropy
-from grt.data.prepare import Prepared, load_prepared, prepare
+from grt.data.prepare import Prepared, open_source
 from grt.evals.loss import Evaluation, evaluate
 from grt.methods import build_model, depth_sampler
 from grt.model.context import LoopContext
 from grt.model.cost import forward_flops, parameters
+from grt.model.depth import Depth
 from grt.model.precision import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
 from grt.model.recurrent import Loss
 from grt.train.checkpoint import CheckpointError, Checkpoints, State
@@ -28,6 +30,7 @@ from grt.train.folder import claim, environment, write_headers
 from grt.train.initial import load_initial
 from grt.train.interrupt import Interrupt
 from grt.train.log import Display, MetricsLog, forget_after
+from grt.train.memory import training_peak
 from grt.train.monitor import monitor, warnings_for
 from grt.train.optim import learning_rate, make_optimizer, restore_optimizer
 from grt.train.plots import draw_curve
@@ -40,21 +43,19 @@ def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:
 
 def open_data(config: RunConfig, progress: bool = False, quiet: bool = False) -> Prepared:
     """The prepared folder that config.data names, or its text, prepared now and cached."""
-    path = Path(config.data.path)
-    if (path / "meta.json").exists():
-        data = load_prepared(path)
-    else:
-        data = prepare(
-            config.data.path,
-            tokenizer=config.data.tokenizer,
-            val_fraction=config.data.val_fraction,
-            progress=progress,
-            quiet=quiet,
-        )
-    if data.tokenizer.vocab_size > config.model.vocab_size:
+    source, text = config.data.path, config.data
+    data = open_source(
+        source,
+        tokenizer=text.tokenizer,
+        val_fraction=text.val_fraction,
+        field=text.field,
+        progress=progress,
+        quiet=quiet,
+    )
+    if data.tokenizer.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"{data.folder} has tokens up to {data.tokenizer.vocab_size}, model.vocab_size is "
-            f"{config.model.vocab_size}: set --model.vocab-size {data.tokenizer.vocab_size}."
+            f"model.vocab_size is {config.model.vocab_size}, but {data.folder} has {data.tokenizer.vocab_size} tokens "
+            f"({data.tokenizer.name}): set --model.vocab-size {data.tokenizer.vocab_size}."
         )
     return data
 
@@ -81,7 +82,7 @@ class Trainer:
         begun = config.train.init_from and not self.state.step  # a resumed run does not need its source any more
         initial = {"init_from": load_initial(self.model, config)} if begun else {}
         self.data = open_data(config, progress)
-        self.train_split, self.val_split = self.data.split("train"), self.data.split("val")
+        self.train_split, self.val_split = (self.data.split(name, config.data.windows) for name in ("train", "val"))
         for split in (self.train_split, self.val_split):
             split.require(config.model.context + 1)
         if self.state.text_sha256 not in ("", self.train_split.sha256):
@@ -162,6 +163,9 @@ class Trainer:
             f"({self.state.peak_source})"
         )
         bigrams = f"; bigram entropy {bigram_entropy(split):.4f} nats" if split.vocab_size <= 1024 else ""
+        lost = self.train_split.unreachable(model.context)
+        if lost:
+            bigrams += f"; {lost:,} training tokens are out of reach, in documents shorter than a window"
         display.say(
             f"data: {self.train_split.n_tokens:,} tokens to train on, {split.n_tokens:,} to validate on{bigrams}; "
             f"sha256 {self.data.meta['corpus_sha256'][:12]}"
@@ -202,7 +206,7 @@ class Trainer:
         self.log.write("train", self.state.step, **row)
         return row
 
-    def slot_loss(self, step: int, slot: int, ctx: LoopContext | None = None) -> Loss:
+    def slot_loss(self, step: int, slot: int, ctx: LoopContext | None = None, depth: Depth | None = None) -> Loss:
         """Forward pass of one slot: its windows, depth and noise depend on (seed, step, slot) only."""
         config = self.config
         rows = range(config.train.batch_size)
@@ -211,7 +215,7 @@ class Trainer:
         )
         torch.manual_seed(slot_seed(config.train.seed, step, slot))
         with autocast(self.device, self.dtype):
-            depth = self.sampler(config.train.seed, step, slot)
+            depth = depth or self.sampler(config.train.seed, step, slot)
             return self.model.loss(ids.to(self.device), targets.to(self.device), depth, ctx)
 
     def _stop_non_finite(self, what: str, slot: int) -> None:
@@ -229,9 +233,11 @@ class Trainer:
     def _peak_bytes(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        import resource
+        return self._slot_peak
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    @cached_property
+    def _slot_peak(self) -> int:
+        return training_peak(self.model, lambda: self.slot_loss(0, 0, depth=self.model.full_depth).total)
 
     def validate(self, display: Display) -> bool:
         """Validation loss at every depth, and the monitors; True where full depth is the best so far."""
