@@ -133,6 +133,7 @@ def test_the_command(runs, tmp_path, capsys):
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out
     assert "bits per byte" in said and "training FLOPs" in said and f"plot: {out}" in said
+    assert all(f"│ {run} " in said for run in runs)  # the folder tells runs of one preset apart
     assert "1+1x3+1" in said and "5L" in said and "different texts" not in said
     assert "<svg" in out.read_text()
     assert cli.main([*arguments, "--json"]) == 0

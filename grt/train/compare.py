@@ -124,12 +124,12 @@ def comparison_report(folders: list[Path], axis: Axis, out: Path) -> dict[str, A
 
 def show_comparison(report: dict[str, Any]) -> None:
     console, table = Output(), Table()
-    for column in ("name", "method", "layout", "parameters", "tokens", "training FLOPs", "seconds",
+    for column in ("run", "name", "method", "layout", "parameters", "tokens", "training FLOPs", "seconds",
                    "validation loss", "bits per byte", "best step"):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("name", "method", "layout") else "right")
+        table.add_column(column, justify="left" if column in ("run", "name", "method", "layout") else "right")
     for row in report["rows"]:
         table.add_row(
-            row["name"], row["method"], row["layout"], f"{row['parameters']:,}", f"{row['tokens']:,}",
+            row["run"], row["name"], row["method"], row["layout"], f"{row['parameters']:,}", f"{row['tokens']:,}",
             f"{row['training_flops']:.3e}", "" if row["seconds"] is None else f"{row['seconds']:,.0f}",
             f"{row['loss']:.4f}", f"{row['bits_per_byte']:.4f}", f"{row['best_step']:,} ({row['best_loss']:.4f})",
         )  # fmt: skip
