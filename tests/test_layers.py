@@ -45,7 +45,13 @@ MAY_IMPORT: dict[str, set[str]] = {
 EAGER = {"__init__": {"config", "presets"}, "cli": {"config", "commands"}, "commands": {"config", "presets", "options"}}
 
 # package -> the files and folders that may import it
-HOMES = {"matplotlib": ("grt/train/log.py", "grt/train/plots.py", "grt/analysis/", "grt/paper/", "grt/bench/")}
+HOMES = {
+    "matplotlib": ("grt/train/log.py", "grt/train/plots.py", "grt/analysis/", "grt/paper/", "grt/bench/"),
+    "tiktoken": ("grt/data/gpt2.py",),
+    "tokenizers": ("grt/data/tokenizer_json.py", "grt/hf/"),
+    "datasets": ("grt/data/remote.py",),
+    "pyarrow": ("grt/data/formats.py",),
+}
 
 Check = Callable[[str, str], list[str]]
 
@@ -231,6 +237,7 @@ WRONG: list[tuple[Check, str, str]] = [
     (check_homes, "grt/model/block.py", "import matplotlib.pyplot as plt"),
     (check_homes, "grt/train/loop.py", "def f():\n    from matplotlib import pyplot"),
     (check_homes, "grt/analysis.py", "import matplotlib"),
+    (check_homes, "grt/data/loader.py", "def f():\n    import datasets"),
     (check_size, "grt/config.py", "x = 1\n" * 301),
     (check_size, "grt/config.py", '"""Long: because."""\n' + "x = 1\n" * 300),
     (check_size, "grt/config.py", "# Long: a comment is not the docstring\n" + "x = 1\n" * 300),
