@@ -30,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? where it cannot show a character
     try:
         code = dispatch(arguments)
-        sys.stdout.flush()  # here, where a reader that left is noticed in good order
+        if bool(sys.stdout):  # it is None where the caller closed it
+            sys.stdout.flush()  # here, where a reader that left is noticed in good order
         return code
     except BrokenPipeError:  # as in `grt generate ... | head -c 99`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

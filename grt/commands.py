@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from grt.config import RunConfig, load
+from grt.config import RunConfig, config_hash, load
 from grt.options import parse, starting_config
-from grt.presets import preset
+from grt.presets import change, preset
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -45,7 +45,7 @@ def run_prepare(arguments: list[str]) -> int:
 
     data = prepare(
         command.source, tokenizer=command.tokenizer, val_fraction=command.val_fraction, field=command.field,
-        out=command.out, workers=command.workers, progress=True,
+        out=command.out.resolve(), workers=command.workers, progress=True,
     )  # fmt: skip
     print(data.folder)
     return 0
@@ -58,6 +58,10 @@ class Train:
     out: Path
     """Folder of the run."""
     run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    init_from: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None
+    """A run, checkpoint or model folder whose weights to start from: short for --train.init-from."""
+    device: Annotated[Device | None, tyro.conf.arg(metavar="{auto,cpu,cuda,mps}")] = None
+    """Where to train: short for --train.device."""
     resume: bool = False
     """Go on from the newest sound checkpoint of the folder."""
     max_time: str = ""
@@ -67,7 +71,13 @@ class Train:
 def run_train(arguments: list[str]) -> int:
     base, arguments = starting_config(arguments)
     command = parse(Train, arguments, "train PRESET", Train(out=tyro.MISSING, run=base))
-    return train_and_show(command.run, command.out, command.resume, command.max_time)
+    kept = command.resume and command.run.data.path == base.data.path  # as the run to resume wrote it
+    if not kept and command.run.data.path not in ("builtin", "stdlib") and Path(command.run.data.path).exists():
+        # The run must find its text from wherever it is evaluated or resumed.
+        command.run = change(command.run, data={"path": str(Path(command.run.data.path).resolve())})
+    given = {"init_from": command.init_from, "device": command.device}
+    config = change(command.run, train={name: value for name, value in given.items() if value is not None})
+    return train_and_show(config, command.out, command.resume, command.max_time)
 
 
 def train_and_show(config: RunConfig, out: Path, resume: bool, max_time: str = "") -> int:
@@ -81,7 +91,7 @@ def train_and_show(config: RunConfig, out: Path, resume: bool, max_time: str = "
         return code
     from grt.report import show_run
 
-    show_run(out)
+    show_run(out, config.train.device)
     return code
 
 
@@ -194,11 +204,38 @@ def run_list(arguments: list[str]) -> int:
 
 
 @dataclass
+class Compare:
+    """Put runs side by side: what each cost and reached, in one table and one plot."""
+
+    runs: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(metavar="RUN...")]
+    """Folders of runs, or model folders."""
+    x: Literal["tokens", "flops", "seconds"] = "tokens"
+    """What the plot's losses are drawn over."""
+    out: Path = Path("compare.png")
+    """The plot: .png, .pdf or .svg."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def run_compare(arguments: list[str]) -> int:
+    command = parse(Compare, arguments, "compare")
+    from grt.train.compare import comparison_report, show_comparison
+
+    report = comparison_report(command.runs, command.x, command.out)
+    print(json.dumps(report)) if command.json else show_comparison(report)
+    return 0
+
+
+@dataclass
 class Bench:
     """Measure speed, ours and a peer in turn: a table, then one JSON line."""
 
     what: tyro.conf.Positional[Literal["training"]]
-    """training: a step of a recurrent model against dense of equal block executions."""
+    """training: a step of a recurrent model against dense of equal block executions, or of our dense against peers."""
+    peers: list[Literal["dense", "nanogpt", "transformers"]] = field(default_factory=lambda: ["dense"])
+    """dense: the recurrent model against dense; nanogpt, transformers: our dense GPT-2 against theirs."""
+    nanogpt: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """model.py of a checkout of karpathy/nanoGPT, for the peer nanogpt."""
     layout: str = "1+1x10+1"
     """The recurrent model's layout."""
     alternations: int = 10
@@ -219,7 +256,11 @@ def run_bench(arguments: list[str]) -> int:
 
     if command.threads:
         torch.set_num_threads(command.threads)
-    show(bench_training(command.layout, command.alternations, dtype=command.dtype, device=command.device))
+    report = bench_training(
+        command.layout, command.alternations, peers=command.peers, nanogpt=command.nanogpt, dtype=command.dtype,
+        device=command.device,
+    )  # fmt: skip
+    show(report)
     return 0
 
 
@@ -229,14 +270,20 @@ class Demo:
 
     out: Path = Path("runs/demo")
     """Folder of the run; an earlier demo in it is replaced."""
+    device: Device = "auto"
+    """Where to train."""
 
 
 def run_demo(arguments: list[str]) -> int:
     command = parse(Demo, arguments, "demo")
+    config = change(preset("demo"), train={"device": command.device})
     existing = command.out / "config.json"
-    if existing.exists() and load(existing).name == "demo":
-        shutil.rmtree(command.out)
-    return train_and_show(preset("demo"), command.out, resume=False)
+    if existing.exists() and config_hash(load(existing)) == config_hash(config):
+        # Training repeats it bit for bit; what the user put beside it stays.
+        shutil.rmtree(command.out / "checkpoints", ignore_errors=True)
+        for name in ("config.json", "env.json", "metrics.jsonl", "curve.png", "sample.txt"):
+            (command.out / name).unlink(missing_ok=True)
+    return train_and_show(config, command.out, resume=False)
 
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
@@ -246,6 +293,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "generate": ("continue a text", run_generate),
     "info": ("parameters, FLOPs and memory of a preset or a run", run_info),
     "list": ("presets, methods, and runs under a folder", run_list),
+    "compare": ("put runs side by side: cost and loss", run_compare),
     "bench": ("measure speed, ours and a peer in turn", run_bench),
     "demo": ("train a small GRT within five minutes and show it", run_demo),
 }

@@ -4,21 +4,16 @@ Nothing here imports torch. Defaults are neutral and never change (the hash leav
 does not rename old runs); the value of every hyper-parameter that somebody chose lives in presets.py.
 """
 
-import dataclasses
 import hashlib
 import json
-import math
 import re
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from grt.fields import ConfigError, at_least, finite, from_dict, identity, operational, to_dict
 
 VERSION = "0.1.0"
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work: one sentence that names the field, the value and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +57,6 @@ class Layout:
         return self.p + self.n * (self.R if steps is None else steps) + self.c
 
 
-def operational(default: Any) -> Any:
-    """A field that changes where and how often, never what is trained: left out of the hash."""
-    return field(default=default, metadata={"operational": True})
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     method: str = "ladder"
@@ -81,6 +71,8 @@ class ModelConfig:
     """Longest sequence T, in tokens."""
     vocab_size: int = 50257
     """Size of the tokenizer's vocabulary."""
+    vocab_multiple: int = operational(1)
+    """Round the embedding's rows up to a multiple of this, for the hardware; the added rows never take part."""
     gate_bias: float = 4.0
     """GRT: start value of the gate's last bias; sigmoid(4) = 0.98 copies nearly everything (eq:gate)."""
     gate_temperature: float = 1.0
@@ -93,7 +85,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         finite("model", self)
         object.__setattr__(self, "layout", str(Layout.parse(self.layout)))  # one spelling: 8, 8L, 8+0x0+0 are one run
-        for name in ("d_model", "n_heads", "context", "vocab_size"):
+        for name in ("d_model", "n_heads", "context", "vocab_size", "vocab_multiple"):
             at_least(f"model.{name}", getattr(self, name), 1)
         if self.d_model % self.n_heads:
             raise ConfigError(
@@ -112,6 +104,11 @@ class ModelConfig:
     def method_name(self) -> str:
         """The method as tables print it: a layout without a core is dense, whatever the field says."""
         return "dense" if self.blocks.is_dense else self.method
+
+    @property
+    def n_padding(self) -> int:
+        """Rows of the embedding beyond the vocabulary."""
+        return -self.vocab_size % self.vocab_multiple
 
 
 @dataclass(frozen=True)
@@ -167,6 +164,8 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    init_from: str = ""
+    """A run, checkpoint or model folder whose weights to start from; everything else starts anew."""
     steps: int = 20_000
     """Optimizer steps."""
     tokens_per_step: int = 491_520
@@ -224,48 +223,6 @@ class RunConfig:
         return self.train.tokens_per_step // (self.train.batch_size * self.model.context)
 
 
-def at_least(name: str, value: float, least: float) -> None:
-    if value < least:
-        raise ConfigError(f"{name} is {value}: it must be at least {least}.")
-
-
-def finite(section: str, config: Any) -> None:
-    for name, value in vars(config).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{section}.{name} is {value}: it must be a finite number.")
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config)
-
-
-def from_dict(cls: type, values: Any, where: str = "") -> Any:
-    """Build a config dataclass from JSON values; ConfigError names an unknown field or a value of a wrong type."""
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where.rstrip('.') or 'the config'} is {values!r}: it must be an object of named fields.")
-    hints = typing.get_type_hints(cls)
-    arguments = {}
-    for key, value in values.items():
-        if key not in hints:
-            raise ConfigError(f"unknown field {where + key!r}: this version knows {', '.join(hints)}.")
-        arguments[key] = _typed(hints[key], value, where + key)
-    return cls(**arguments)
-
-
-def _typed(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return from_dict(typing.cast(type, hint), value, where + ".")
-    if typing.get_origin(hint) is Literal:
-        if value not in typing.get_args(hint):
-            raise ConfigError(f"{where} is {value!r}: choose one of {', '.join(map(str, typing.get_args(hint)))}.")
-        return value
-    if hint is float and type(value) is int and abs(value) < 1e300:  # larger ones may not fit
-        return float(value)
-    if type(value) is not hint:
-        raise ConfigError(f"{where} is {value!r}: it must be of type {hint.__name__}.")
-    return value
-
-
 def load(path: Path) -> RunConfig:
     """Read a config.json (ConfigError, with the file's name, when it is missing or not one)."""
     try:
@@ -284,19 +241,6 @@ def load(path: Path) -> RunConfig:
 
 def dump(config: RunConfig) -> str:
     return json.dumps(to_dict(config), indent=2) + "\n"
-
-
-def identity(config: Any) -> dict[str, Any]:
-    """The fields that decide the result and differ from their defaults."""
-    kept = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            if inner := identity(value):
-                kept[f.name] = inner
-        elif not f.metadata.get("operational") and value != f.default:
-            kept[f.name] = value
-    return kept
 
 
 def config_hash(config: RunConfig) -> str:

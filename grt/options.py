@@ -21,6 +21,7 @@ SENTENCES = {
     r"Error parsing (-\S+): Could not find valid parse for arguments: \[(.*)\]": "{0} is {1}: give whole numbers",
     r"Error parsing (-\S+): no type matching .*INT could .*from \[(.*)\]": "{0} is {1}: give a whole number",
     r"Error parsing [\w.]+: (.*)": "{0}",
+    r"invalid choice '(fp16|float16)' for argument '(.*)'\..*": "{1} {0} is not supported: choose bf16 or fp32",
     r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)": "{1} is {0}: choose one of {2}",
     r"Missing value for argument '(.*)'\. Expected .*": "{0} has no value: give one (as {0}=VALUE if it begins with -)",
 }

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from grt.config import ConfigError, Layout, RunConfig, config_hash, load
 from grt.data.loader import Split, bigram_entropy
-from grt.data.prepare import load_prepared, prepare
+from grt.data.prepare import open_source
 from grt.data.tokenizer import get_tokenizer
 from grt.evals.loss import evaluate
 from grt.infer.generate import generate
@@ -37,20 +37,20 @@ def find_text(config: RunConfig, data: str | None) -> Split:
             return open_data(config, quiet=True).split("val", config.data.windows)
         except ConfigError as error:
             raise ConfigError(f"{error} (This is the run's own text; --data evaluates on another.)") from None
-    if not (Path(data) / "meta.json").exists():
-        prepared = prepare(data, tokenizer=config.data.tokenizer, val_fraction=1.0, field=config.data.field, quiet=True)
-        return prepared.whole(config.data.windows)
-    prepared = load_prepared(Path(data))
-    prepared.require_tokenizer(config.data.tokenizer)
-    return prepared.whole(config.data.windows)
+    text = config.data
+    return open_source(data, tokenizer=text.tokenizer, val_fraction=1.0, field=text.field, quiet=True).whole(
+        text.windows
+    )
 
 
-def _trained_on(run: Path) -> str | None:
-    """sha256 of the validation tokens when the run began, from its env.json."""
-    folder = find_checkpoint(run)[0]
+def _trained_on(folder: Path) -> str | None:
+    """sha256 of the validation tokens when the run of this checkpoint began, from its env.json."""
     for path in (folder / "env.json", folder.parent.parent / "env.json"):
         if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))["data"]["val"]
+            try:
+                return json.loads(path.read_text(encoding="utf-8"))["data"]["val"]
+            except (ValueError, KeyError, TypeError):
+                warnings.warn(f"{path} is damaged: it cannot say which text the run was trained on", stacklevel=3)
     return None
 
 
@@ -61,9 +61,11 @@ def evaluation_report(
     """The JSON document of `grt eval`: loss, perplexity, bits per byte and FLOPs at each depth, and every setting."""
     start = time.perf_counter()
     where = resolve_device(device)
-    model, config = load_model(run, where)
+    checkpoint, config = find_checkpoint(run)
+    step = read_manifest(checkpoint)["step"]
+    model, _ = load_model(checkpoint, where)
     split = find_text(config, data)
-    if data is None and _trained_on(run) not in (None, split.sha256):
+    if data is None and _trained_on(checkpoint) not in (None, split.sha256):
         warnings.warn(
             f"the validation text of {run} has changed since it was trained: expect another loss", stacklevel=2
         )
@@ -75,7 +77,7 @@ def evaluation_report(
     head = cost.head_flops(config.model)
     return {
         "run": str(run),
-        "step": read_manifest(find_checkpoint(run)[0])["step"],
+        "step": step,
         "data": {"path": data or config.data.path, "sha256": split.sha256, "tokens": split.n_tokens},
         "windows": result.windows,
         "dtype": dtype_name(precision),
@@ -152,12 +154,14 @@ def generation_report(
     }
 
 
-def show_run(out: Path) -> None:
+def show_run(out: Path, device: str = "auto") -> None:
     """After training: loss at each depth on the validation text, a sample (kept in sample.txt), where the curve is."""
     config = load(out / "config.json")
-    report = evaluation_report(out, limit=4 * config.train.eval_windows, dtype="auto")
+    dtype = json.loads((out / "env.json").read_text(encoding="utf-8"))["dtype"]
+    report = evaluation_report(out, limit=4 * config.train.eval_windows, dtype=dtype, device=config.train.device)
     show_evaluation(report)
-    text = generation_report(out, "", temperature=0.8, top_k=0, top_p=1.0, seed=1337, max_new_tokens=400)["text"]
+    options = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seed": 1337, "max_new_tokens": 400}
+    text = generation_report(out, "", device=device, **options)["text"]
     replace_file(out / "sample.txt", text)
     console.print("a sample (temperature 0.8):", style="bold")
     console.print(text)
@@ -238,6 +242,8 @@ def show_list(folder: Path) -> None:
                       f"{c.train.steps:,}", tokens)  # fmt: skip
     console.print(table)
     console.print(f"methods: dense (a layout without a core), {', '.join(METHODS)}")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder: name one that holds runs.")
     runs = sorted(p.parent for p in folder.rglob("config.json") if (p.parent / "metrics.jsonl").exists())
     if not runs:
         console.print(f"no runs under {folder}")

@@ -137,7 +137,7 @@ def test_training_says_where_it_stands(grt, texts, tmp_path):
     out = grt("train", "grt-nano", *TINY, "--data.path", texts, "--out", tmp_path / "run")
     assert re.search(r"^grt-nano: grt 1\+1x6\+1, [\d,]+ parameters, fp32 on cpu \(1 threads\)", out)
     assert re.search(r"^step 4/4  loss \d\.\d+  [\d,]+ tokens/s  MFU [\d.]+%  left 0 s$", out, re.M)
-    assert re.search(r"^step 4  validation loss \d\.\d+  by depth  0: \d", out, re.M)
+    assert re.search(r"^step 4  validation loss \d\.\d+  bits per byte \d\.\d+  by depth  0: \d", out, re.M)
     assert "bits per byte" in out and f"curve: {tmp_path / 'run' / 'curve.png'}" in out
     assert max(map(len, out.splitlines())) < 500  # no line padded to a made-up width
 
@@ -427,7 +427,7 @@ def test_info_of_a_preset(document):
     }  # fmt: skip
     assert (report["name"], report["layout"], report["method"]) == ("grt-nano", "1+1x6+1", "grt")
     assert report["block_executions"] == 8
-    assert report["parameters"].keys() == {"total", "without_positions", "without_embeddings"}
+    assert report["parameters"].keys() == {"total", "without_positions", "without_embeddings", "padding"}
     assert report["flops_per_token"].keys() == {"paper", "executed", "head", "train_mean"}
     assert report["kv_bytes_per_token"].keys() == report["decode_memory_bytes"].keys()
     assert all(by_batch.keys() == {"1", "32"} for by_batch in report["decode_memory_bytes"].values())
@@ -492,6 +492,21 @@ WRONG = [
     (["train", "grt-nano", "--out", "{new}", "--optim.lr", "-1"], "optim.lr is -1.0: it must be above 0"),
     (["train", "grt-nano", "--out", "{new}", "--train.steps", "0"], "train.steps is 0: it must be at least 1"),
     (["train", "grt-nano", "--out", "{new}", "--train.dtype", "fp8"], "--train.dtype is 'fp8': choose one of"),
+    (
+        ["train", "grt-nano", "--out", "{new}", "--train.dtype", "fp16"],
+        "--train.dtype fp16 is not supported: choose bf16 or fp32.",
+    ),
+    (["eval", "{run}", "--dtype", "fp16"], "--dtype fp16 is not supported: choose bf16 or fp32."),
+    (["bench", "training", "--dtype", "float16"], "--dtype float16 is not supported: choose bf16 or fp32."),
+    (["train", "grt-nano", "--out", "{new}", "--device", "tpu"], "--device is 'tpu': choose one of"),
+    (
+        ["train", "grt-nano", "--out", "{new}", "--data.path", "{texts}", "--init-from", "{no}"],
+        "{no} does not exist: give a run's folder",
+    ),
+    (
+        ["train", "dense-nano", "--out", "{new}", "--data.path", "{texts}", "--init-from", "{run}"],
+        "train.init_from {run} has model.method grt, this run dense: set --model.method to its value",
+    ),
     (["train", "grt-nano", "--out", "{new}", "--model.layout", "2+2"], "model.layout is '2+2', which is not a layout"),
     (["train", "grt-nano", "--out", "{new}", "--train.tokens-per-step", "100"], "is not a multiple of one slot"),
     (["train", "grt-nano", "--out", "{new}", "--model.method", "gtr", "--data.path", "{texts}"], "did you mean grt?"),
@@ -557,6 +572,28 @@ def test_a_mistake_is_one_sentence(refused, run, texts, tmp_path, arguments, mes
     assert not (tmp_path / "new" / "config.json").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "grt-nano", *TINY, "--data.path", "{texts}", "--out", "{new}"), ("eval", "{run}"),
+        ("generate", "{run}"), ("bench", "training"), ("demo", "--out", "{new}"),
+    ],
+    ids=lambda command: command[0],
+)  # fmt: skip
+def test_a_missing_device_is_named(refused, run, texts, tmp_path, command):
+    """Every command that computes has --device, and says so where the device is not there."""
+    given = [part.format(texts=texts, new=tmp_path / "new", run=run) for part in command]
+    line = refused(*given, "--device", "cuda")
+    assert line == "grt: device 'cuda' is not available on this machine: choose one of auto, cpu.\n"
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_train_on_a_device(grt, texts, tmp_path, device):
+    grt("train", "grt-nano", *TINY, "--data.path", texts, "--out", tmp_path / "run", "--device", device)
+    assert load(tmp_path / "run" / "config.json").train.device == device
+
+
 def damage_weights(run: Path) -> None:
     with (run / "checkpoints" / "step-00000004" / "model.safetensors").open("ab") as file:
         file.write(b"x")
@@ -573,11 +610,11 @@ BROKEN = {
     "damaged weights": (damage_weights, "model.safetensors has .* bytes, not .*: use another checkpoint"),
     "no weights": (
         lambda run: (run / "checkpoints" / "step-00000004" / "model.safetensors").unlink(),
-        "model.safetensors is missing: ",
+        "model.safetensors cannot be read",
     ),
     "no config": (lambda run: (run / "config.json").unlink(), "config.json does not exist"),
     "broken config": (lambda run: (run / "config.json").write_text("{"), "config.json is not JSON"),
-    "another config": (damage_config, "manifest.json belongs to another config"),
+    "another config": (damage_config, "manifest.json is of another config"),
     "empty folder": (lambda run: (shutil.rmtree(run), run.mkdir()), "config.json does not exist"),
 }
 
@@ -704,7 +741,7 @@ def test_version(grt):
 
 def test_demo_replaces_an_earlier_demo_and_nothing_else(monkeypatch, capsys, run, tmp_path):
     calls = []
-    monkeypatch.setattr(cli, "train_and_show", lambda *a, **k: calls.append((a, k)) or 0)
+    monkeypatch.setattr(commands, "train_and_show", lambda *a, **k: calls.append((a, k)) or 0)
     out = tmp_path / "demo"
     shutil.copytree(run, out)
     assert cli.main(["demo", "--out", str(out)]) == 0 and out.exists()  # a run of another name: train will refuse it

@@ -102,6 +102,7 @@ def test_any_text_is_a_layout_or_refused(text):
         ("model", {"n_heads": -1}, ["model.n_heads is -1"]),
         ("model", {"context": 0}, ["model.context is 0"]),
         ("model", {"vocab_size": 0}, ["model.vocab_size is 0"]),
+        ("model", {"vocab_multiple": 0}, ["model.vocab_multiple is 0"]),
         ("model", {"gate_temperature": 0.0}, ["model.gate_temperature is 0.0"]),
         ("model", {"state_noise": -0.1}, ["model.state_noise is -0.1"]),
         ("model", {"gate_noise": -0.1}, ["model.gate_noise is -0.1"]),
@@ -187,8 +188,8 @@ def test_operational_fields_are_these():
     """Each entry is a claim that the field does not change what is trained."""
     names = {f"{section}.{field.name}" for section, field in FIELDS if field.metadata.get("operational")}
     assert names == {
-        "train.device", "train.threads", "train.eval_every", "train.eval_windows", "train.checkpoint_every",
-        "train.keep",
+        "model.vocab_multiple", "train.device", "train.threads", "train.eval_every", "train.eval_windows",
+        "train.checkpoint_every", "train.keep",
     }  # fmt: skip
     assert config_hash(replace(RunConfig(), name="another")) == config_hash(RunConfig())
 
@@ -209,9 +210,13 @@ def test_dictionary_and_file_round_trip(tmp_path, config):
     assert from_dict(RunConfig, to_dict(config)) == config
     (tmp_path / "config.json").write_text(dump(config), encoding="utf-8")
     assert load(tmp_path / "config.json") == config
-    assert from_dict(RunConfig, identity(config)) == replace(config, name="custom", train=from_dict(
-        TrainConfig, identity(config).get("train", {})
-    ))  # fmt: skip
+    decides = identity(config)  # what is operational goes back to its default
+    assert from_dict(RunConfig, decides) == replace(
+        config,
+        name="custom",
+        model=replace(config.model, vocab_multiple=1),
+        train=from_dict(TrainConfig, decides.get("train", {})),
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,6 +360,38 @@ def test_nanos_are_equal_in_block_executions():
     assert grt.blocks.n_executions() == dense.blocks.n_executions() == 8
     assert (grt.d_model, grt.context, grt.vocab_size) == (dense.d_model, dense.context, dense.vocab_size)
     assert (grt.method_name, dense.method_name) == ("grt", "dense")
+
+
+def test_committed_hashes_stay():
+    """Run folders and committed models carry these."""
+    hashes = {name: config_hash(preset(name))[:12] for name in ("grt-nano", "grt-nano-paper", "dense-nano", "demo")}
+    assert hashes == {
+        "grt-nano": "b3c8e3b16d86",
+        "grt-nano-paper": "3252533e8851",
+        "dense-nano": "9ba4aaad8a3f",
+        "demo": "7428383bacdc",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if "nano" not in name and name != "demo"])
+def test_the_papers_recipe(name):
+    """tab:hyperparams and sec:experiments, for every size and regime."""
+    config = preset(name)
+    size = {"small": (768, 12), "medium": (1024, 16), "large": (1280, 20)}[name.split("-")[1]]
+    layouts = {
+        "dense-small": "12L", "grt-small-isoflop": "1+1x10+1", "grt-small-isoparam": "1+10x10+1",
+        "dense-medium": "24L", "grt-medium-isoflop": "2+5x4+2", "grt-medium-isoparam": "2+20x4+2",
+        "dense-large": "36L", "grt-large-isoflop": "1+5x6+5", "grt-large-isoparam": "3+30x6+3",
+    }  # fmt: skip
+    model, optim, train = config.model, config.optim, config.train
+    assert (model.d_model, model.n_heads) == size and model.layout == layouts[name] and len(layouts) == 9
+    assert model.method_name == name.split("-")[0]
+    assert (model.context, model.vocab_size, model.vocab_size + model.n_padding) == (1024, 50257, 50304)
+    assert (model.gate_bias, model.gate_temperature, model.state_noise, model.gate_noise) == (4.0, 1.0, 0.1, 0.1)
+    assert (config.n_slots, train.batch_size, train.tokens_per_step) == (60, 8, 491_520)
+    assert (train.steps, train.dtype, train.depth, config.data.tokenizer) == (20_000, "bf16", "method", "gpt2")
+    assert (optim.lr, optim.min_lr_ratio * optim.lr, optim.warmup_steps) == (6e-4, pytest.approx(6e-5), 2000)
+    assert (optim.beta1, optim.beta2, optim.weight_decay, optim.grad_clip) == (0.9, 0.95, 0.1, 1.0)
 
 
 def test_every_spelling_of_a_layout_is_one_run():

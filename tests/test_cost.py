@@ -11,6 +11,7 @@ from grt.config import Layout, ModelConfig
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model import cost
 from grt.model.depth import Depth
+from grt.presets import preset
 
 SIZES = {"S": (768, 12), "M": (1024, 16), "L": (1280, 20)}
 GIB = 2**30
@@ -48,6 +49,27 @@ def test_parameters_at_the_papers_sizes(size, layout, dense_layout, strict, grt,
         assert count["without_positions"] - count["without_embeddings"] == V * d
         closed_form = Layout.parse(blocks).n_unique * (12 * d**2 + 13 * d) + 2 * d
         assert count["without_embeddings"] - (5 * d**2 + 6 * d) * (method == "grt") == closed_form
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("dense-small", 124.44), ("grt-small-isoflop", 63.60), ("grt-small-isoparam", 127.39),
+        ("dense-medium", 354.82), ("grt-medium-isoflop", 171.13), ("grt-medium-isoparam", 360.07),
+        ("dense-large", 774.03), ("grt-large-isoflop", 290.29), ("grt-large-isoparam", 782.23),
+    ],
+)  # fmt: skip
+def test_parameters_of_the_sized_presets(name, millions):
+    """The true counts, in closed form, of what the presets build: padding is named apart."""
+    config = preset(name).model
+    with torch.device("meta"):
+        model = build_model(config)
+    count, d = cost.parameters(model), config.d_model
+    rule = (5 * d**2 + 6 * d) * (not config.blocks.is_dense)
+    closed_form = config.blocks.n_unique * (12 * d**2 + 13 * d) + 2 * d + (50257 + 1024) * d + rule
+    assert count["total"] == closed_form and closed_form / 1e6 == pytest.approx(millions, abs=0.005)
+    assert count["padding"] == 47 * d
+    assert sum(p.numel() for p in model.parameters()) == closed_form + 47 * d
 
 
 @pytest.mark.parametrize("tokens", [8, 256, 1024])

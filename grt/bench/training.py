@@ -1,79 +1,88 @@
-"""`grt bench training`: time per token of a training step, the recurrent model against dense of equal block executions.
+"""`grt bench training`: time per token of a training step, ours and a peer in turn.
 
-Both models take turns in one process, so a change of the machine's speed hits both; the ratio is taken within each
-turn and its median reported. A turn of the recurrent model runs every depth 1..R once: exactly the mean of the
-sampler, without its luck.
+Peers: `dense`, the recurrent model against dense of equal block executions; `nanogpt` and `transformers`, our dense
+GPT-2 against theirs of the same shape, precision, tokens, optimizer and clipping.
+
+Contestants take turns in one process, so a change of the machine's speed hits all; ratios are taken within each turn
+and their median reported. A turn of the recurrent model runs every depth 1..R once: exactly the mean of the sampler,
+without its luck.
 """
 
 import json
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
+from grt.bench.peers import LossOf, nanogpt, transformers_gpt2
 from grt.config import ConfigError, ModelConfig, OptimConfig, at_least
+from grt.data.loader import Split, batch
 from grt.methods import build_model
 from grt.model.depth import Depth
 from grt.model.precision import autocast, cpu_name, dtype_name, resolve_device, resolve_dtype
-from grt.model.recurrent import RecurrentDepthModel
 from grt.train.optim import make_optimizer
+
+PEER_SLOTS = 4  # slots of a turn where no depth has to be gone through
 
 
 class Contestant:
     """A model that trains on random tokens; each turn is one optimizer step of several slots."""
 
-    def __init__(self, name: str, config: ModelConfig, depths: list[int], device: torch.device, dtype: torch.dtype):
-        torch.manual_seed(0)
-        self.name, self.depths, self.device, self.dtype = name, depths, device, dtype
-        self.model: RecurrentDepthModel = build_model(config).to(device).train()
+    def __init__(
+        self, name: str, model: nn.Module, losses: Sequence[LossOf], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.name, self.losses, self.device, self.dtype = name, losses, device, dtype
+        self.model = model.to(device).train()
         self.optimizer = make_optimizer(self.model, OptimConfig())
 
-    def turn(self, tokens: torch.Tensor) -> float:
-        """Seconds per token of one step on tokens (batch, context + 1)."""
-        ids, targets = tokens[:, :-1], tokens[:, 1:]
+    def turn(self, ids: Tensor, targets: Tensor) -> float:
+        """Seconds per token of one step, each of whose slots is (ids, targets)."""
         start, total = time.perf_counter(), torch.zeros((), device=self.device)
-        for steps in self.depths:
+        for loss_of in self.losses:
             with autocast(self.device, self.dtype):
-                loss = self.model.loss(ids, targets, Depth(steps)).total / len(self.depths)
+                loss = loss_of(ids, targets) / len(self.losses)
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         total.item()  # waits for the device
-        return (time.perf_counter() - start) / (len(self.depths) * ids.numel())
+        return (time.perf_counter() - start) / (len(self.losses) * ids.numel())
 
 
-def bench_training(
-    layout: str = "1+1x10+1", alternations: int = 10, *, method: str = "grt", d_model: int = 256, n_heads: int = 4,
-    context: int = 256, batch_size: int = 8, dtype: str = "bf16", device: str = "auto",
-) -> dict[str, Any]:  # fmt: skip
-    """Alternate the two models on slots of batch_size x context tokens; the JSON document of the bench."""
-    at_least("--alternations", alternations, 1)
-    where = resolve_device(device)
-    precision = resolve_dtype(dtype, where, d_model)
-    config = ModelConfig(
-        method=method, layout=layout, d_model=d_model, n_heads=n_heads, context=context, vocab_size=257
-    )
-    if config.blocks.is_dense:
-        raise ConfigError(f"--layout {layout} has no core to compare with dense: write one as 1+1x10+1.")
-    R, executions = config.blocks.R, config.blocks.n_executions()
-    ours = Contestant(f"{method} {layout}", config, list(range(1, R + 1)), where, precision)
-    dense = Contestant(f"dense {executions}L", replace(config, layout=f"{executions}L"), [0] * R, where, precision)
-    tokens = torch.randint(0, 257, (batch_size, context + 1)).to(where)
-    times: dict[str, list[float]] = {ours.name: [], dense.name: []}
+def ours(name: str, config: ModelConfig, depths: list[int], device: torch.device, dtype: torch.dtype) -> Contestant:
+    torch.manual_seed(0)
+    model = build_model(config)
+
+    def at(steps: int) -> LossOf:
+        return lambda ids, targets: model.loss(ids, targets, Depth(steps)).total
+
+    return Contestant(name, model, [at(steps) for steps in depths], device, dtype)
+
+
+def alternate(contestants: list[Contestant], ids: Tensor, targets: Tensor, alternations: int) -> dict[str, list[float]]:
+    """Seconds per token of each turn, by contestant; who begins changes from turn to turn."""
+    times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for turn in range(alternations + 1):
-        order = (ours, dense) if turn % 2 else (dense, ours)
-        measured = {contestant.name: contestant.turn(tokens) for contestant in order}
-        if turn:  # the first turn warms up
-            for name, seconds in measured.items():
-                times[name].append(seconds)
-    ratios = [a / b for a, b in zip(times[ours.name], times[dense.name], strict=True)]
-    rows = [
+        first = turn % len(contestants)
+        for contestant in contestants[first:] + contestants[:first]:
+            seconds = contestant.turn(ids, targets)
+            if turn:  # the first turn warms up
+                times[contestant.name].append(seconds)
+    return times
+
+
+def rows_of(times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    return [
         {
             "name": name,
             "us_per_token": 1e6 * statistics.median(values),
@@ -82,13 +91,91 @@ def bench_training(
         }
         for name, values in times.items()
     ]
-    return {
+
+
+def loader_seconds(batch_size: int, context: int, calls: int = 50) -> float:
+    """Median time in which the training loader makes a slot's batch, from a memory-mapped shard of 4 M tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = np.random.default_rng(0).integers(0, 257, 1 << 22).astype("<u2")
+        (Path(folder) / "bench.bin").write_bytes(tokens.tobytes())
+        shards = [{"file": "bench.bin", "tokens": len(tokens)}]
+        entry = {"documents": 1, "tokens": len(tokens), "bytes": len(tokens), "sha256": "", "shards": shards}
+        split, times = Split("bench", Path(folder), entry, "uint16", 257), []
+        for step in range(calls):
+            start = time.perf_counter()
+            batch(split, seed=0, step=step, slot=0, rows=range(batch_size), context=context)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def recurrent_and_dense(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[Contestant]:
+    if config.blocks.is_dense:
+        raise ConfigError(f"--layout {config.layout} has no core to compare with dense: write one as 1+1x10+1.")
+    R, executions = config.blocks.R, config.blocks.n_executions()
+    return [
+        ours(f"{config.method} {config.layout}", config, list(range(1, R + 1)), device, dtype),
+        ours(f"dense {executions}L", replace(config, layout=f"{executions}L"), [0] * R, device, dtype),
+    ]
+
+
+def dense_and_peers(
+    config: ModelConfig, peers: Sequence[str], path: Path | None, device: torch.device, dtype: torch.dtype
+) -> list[Contestant]:
+    make: dict[str, Callable[[], tuple[nn.Module, LossOf]]] = {
+        "nanogpt": lambda: nanogpt(path, config),
+        "transformers": lambda: transformers_gpt2(config),
+    }
+    made = {name: make[name]() for name in peers}  # first: what is missing should be said at once
+    contestants = [ours(f"grt dense {config.layout}", config, [0] * PEER_SLOTS, device, dtype)]
+    return contestants + [Contestant(name, m, [loss] * PEER_SLOTS, device, dtype) for name, (m, loss) in made.items()]
+
+
+def bench_training(
+    layout: str = "1+1x10+1", alternations: int = 10, *, peers: Sequence[str] = ("dense",), nanogpt: Path | None = None,
+    method: str = "grt", shape: dict[str, Any] | None = None, peer_shape: dict[str, Any] | None = None,
+    peer_layout: str = "12L", batch_size: int = 8, dtype: str = "bf16", device: str = "auto",
+) -> dict[str, Any]:  # fmt: skip
+    """The JSON document of the bench. `shape` (d_model, n_heads, context) is of the recurrent pair, `peer_shape` of
+    the dense models; ratios are of time per token (recurrent / dense) and of tokens per second (ours / peer)."""
+    at_least("--alternations", alternations, 1)
+    where = resolve_device(device)
+    shape = shape or {"d_model": 256, "n_heads": 4, "context": 256}
+    peer_shape = peer_shape or {"d_model": 384, "n_heads": 6, "context": 256}
+    others = [peer for peer in dict.fromkeys(peers) if peer != "dense"]
+    precision = resolve_dtype(dtype, where, (peer_shape if others else shape)["d_model"])
+    report: dict[str, Any] = {
         "bench": "training", "device": cpu_name() if where.type == "cpu" else torch.cuda.get_device_name(where),
-        "threads": torch.get_num_threads(), "dtype": dtype_name(precision),
-        "alternations": alternations,
-        "shape": {"d_model": d_model, "n_heads": n_heads, "context": context, "batch_size": batch_size}, "rows": rows,
-        "ratios": {f"{ours.name} / {dense.name}": statistics.median(ratios), "spread": [min(ratios), max(ratios)]},
+        "threads": torch.get_num_threads(), "dtype": dtype_name(precision), "alternations": alternations,
+        "rows": [], "ratios": {}, "ratio_spreads": {},
     }  # fmt: skip
+    if "dense" in peers:
+        config = ModelConfig(method=method, layout=layout, vocab_size=257, **shape)
+        measure(recurrent_and_dense(config, where, precision), config, batch_size, report, "time per token")
+    if others:
+        config = ModelConfig(layout=peer_layout, vocab_size=257, **peer_shape)
+        contestants = dense_and_peers(config, others, nanogpt, where, precision)
+        measure(contestants, config, batch_size, report, "tokens/s")
+    return report
+
+
+def measure(
+    contestants: list[Contestant], config: ModelConfig, batch_size: int, report: dict[str, Any], what: str
+) -> None:
+    """Let the contestants, ours first, take turns; add their rows, and our ratio to each of the others, to `report`."""
+    tokens = torch.randint(0, 257, (batch_size, config.context + 1)).to(contestants[0].device)
+    times = alternate(contestants, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), report["alternations"])
+    rows = rows_of(times)
+    sizes = {name: getattr(config, name) for name in ("d_model", "n_heads", "context")} | {"batch_size": batch_size}
+    seconds_of_slot = 1e-6 * rows[0]["us_per_token"] * batch_size * config.context
+    rows[0]["loader_share"] = loader_seconds(batch_size, config.context) / seconds_of_slot
+    report["rows"] += [{**row, "shape": sizes} for row in rows]
+    first, *others = times
+    for name in others:
+        ratios = [a / b for a, b in zip(times[first], times[name], strict=True)]
+        if what == "tokens/s":
+            ratios = [1 / ratio for ratio in ratios]
+        report["ratios"][f"{what}, {first} / {name}"] = statistics.median(ratios)
+        report["ratio_spreads"][f"{what}, {first} / {name}"] = [min(ratios), max(ratios)]
 
 
 def show(report: dict[str, Any]) -> None:
@@ -101,4 +188,10 @@ def show(report: dict[str, Any]) -> None:
         low, high = row["spread"]
         table.add_row(row["name"], f"{row['us_per_token']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{low:.2f}-{high:.2f}")
     console.print(table)
+    for name, ratio in report["ratios"].items():
+        low, high = report["ratio_spreads"][name]
+        console.print(f"{name}: {ratio:.3f} ({low:.3f}-{high:.3f})")
+    for row in report["rows"]:
+        if "loader_share" in row:
+            console.print(f"loader's share of a step, {row['name']}: {row['loader_share']:.2%}")
     print(json.dumps(report))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -30,6 +31,18 @@ __all__ = ["Prepared", "cache_folder", "load_prepared", "prepare"]
 
 SHARD_TOKENS = 100_000_000
 OURS = re.compile(r"meta\.json|journal\.jsonl|tokenizer\.json|(train|val)-\d{5}\.bin|(train|val)\.idx")
+
+
+RESERVED = ("builtin", "stdlib")  # names of corpora, also where a folder of that name exists
+
+
+def open_source(source: str, *, tokenizer: str, val_fraction: float, field: str, **options: Any) -> Prepared:
+    """The prepared folder of that name, or text prepared now and cached; either way in this tokenizer's ids."""
+    if source not in RESERVED and (Path(source) / "meta.json").exists():
+        data = load_prepared(Path(source))
+        data.require_tokenizer(tokenizer)
+        return data
+    return prepare(source, tokenizer=tokenizer, val_fraction=val_fraction, field=field, **options)
 
 
 def prepare(

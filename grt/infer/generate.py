@@ -15,7 +15,7 @@ def pick(logits: Tensor, temperature: float, top_k: int, top_p: float, generator
     """Sample one id from logits (V,): greedy at temperature 0; top_k 0 and top_p 1 keep every token."""
     if temperature == 0:
         return logits.argmax()
-    logits = logits / temperature
+    logits = (logits - logits.max()) / temperature  # however small the temperature, nothing overflows
     if 0 < top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     probabilities, order = logits.softmax(-1).sort(descending=True)
@@ -50,6 +50,8 @@ def generate(
             raise ConfigError(f"{name} is {value}: it must be at least 0.")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p is {top_p}: it must be above 0 and at most 1.")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed is {seed}: it must lie between 0 and 2^63 - 1.")
     steps = model.full_depth if depth is None else Depth(depth)
     model.check_depth(steps.steps, least=1)
     generator = torch.Generator().manual_seed(seed)

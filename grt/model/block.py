@@ -75,12 +75,39 @@ class Stack(nn.ModuleList):
         return x
 
 
+class TokenEmbedding(nn.Embedding):
+    """Rows for the vocabulary, and for the hardware's sake `padding` more below them that stay zero: no id reads
+    them, no logit leaves the head, so their gradient is zero and AdamW (decay included) leaves them where they are.
+
+    They are no part of the model: the state dict has the true rows only, whatever the padding on either side.
+    """
+
+    def __init__(self, vocab_size: int, d: int, padding: int) -> None:
+        super().__init__(vocab_size, d)  # draws as many numbers as without padding: the same seed, the same weights
+        self.padding = padding
+        if padding:
+            self.weight = nn.Parameter(F.pad(self.weight.detach(), (0, 0, 0, padding)))
+            self.register_state_dict_post_hook(_drop_padding)
+            self.register_load_state_dict_pre_hook(_add_padding)
+
+
+def _drop_padding(tokens: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    assert isinstance(tokens, TokenEmbedding)
+    state[prefix + "weight"] = state[prefix + "weight"][: tokens.num_embeddings]
+
+
+def _add_padding(tokens: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    assert isinstance(tokens, TokenEmbedding)
+    if prefix + "weight" in state:
+        state[prefix + "weight"] = F.pad(state[prefix + "weight"], (0, 0, 0, tokens.padding))
+
+
 class Embedding(nn.Module):
     """Token plus learned absolute position embedding."""
 
-    def __init__(self, vocab_size: int, context: int, d: int) -> None:
+    def __init__(self, vocab_size: int, context: int, d: int, padding: int = 0) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocab_size, d)
+        self.tokens = TokenEmbedding(vocab_size, d, padding)
         self.positions = nn.Embedding(context, d)
 
     def forward(self, ids: Tensor) -> Tensor:  # (B, T) -> (B, T, d)
@@ -100,4 +127,4 @@ def init_gpt2(model: nn.Module, n_executions: int) -> None:
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight[: module.num_embeddings], std=0.02)  # rows of padding stay zero

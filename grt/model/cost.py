@@ -1,7 +1,8 @@
 """What a model costs: parameters, FLOPs, KV-cache bytes and decode memory, in closed form.
 
 Conventions, each under its own name:
-- parameters: `total`, `without_positions` (nanoGPT's count), `without_embeddings`; a shared weight counts once.
+- parameters: `total`, `without_positions` (nanoGPT's count), `without_embeddings`; a shared weight counts once. All
+  of this, FLOPs and bytes too, is for the true vocabulary; `padding` names the parameters in rows of padding, apart.
 - FLOPs per token of one forward pass: `paper` is eq:flops (T^2 in full, no head); `executed` is what this code runs
   (GRT's anchor halves once a pass), head apart; `train_mean` is executed + head at the mean drawn depth.
 - KV bytes in bf16 (2 bytes), keys and values of one token: 4 d for each slot.
@@ -12,12 +13,14 @@ from grt.model.recurrent import RecurrentDepthModel
 
 
 def parameters(model: RecurrentDepthModel) -> dict[str, int]:
-    total = sum(p.numel() for p in model.parameters())
+    padding = model.config.n_padding * model.config.d_model
+    total = sum(p.numel() for p in model.parameters()) - padding
     positions = model.embed.positions.weight.numel()
     return {
         "total": total,
         "without_positions": total - positions,
-        "without_embeddings": total - positions - model.embed.tokens.weight.numel(),
+        "without_embeddings": total - positions - model.config.vocab_size * model.config.d_model,
+        "padding": padding,
     }
 
 

@@ -81,7 +81,7 @@ class RecurrentDepthModel(nn.Module):
         super().__init__()
         self.config = config
         layout, d, n_heads = config.blocks, config.d_model, config.n_heads
-        self.embed = Embedding(config.vocab_size, config.context, d)
+        self.embed = Embedding(config.vocab_size, config.context, d, config.n_padding)
         self.prelude = Stack("prelude", layout.p, d, n_heads)
         self.core = Stack("core", layout.n, d, n_heads)
         self.coda = Stack("coda", layout.c, d, n_heads)
@@ -119,8 +119,9 @@ class RecurrentDepthModel(nn.Module):
             yield h
 
     def logits(self, h: Tensor, ctx: LoopContext) -> Tensor:
-        """Read a state out: coda, final norm, tied head. (B, T, d) -> (B, T, V)."""
-        return F.linear(self.ln_f(self.coda(h, ctx)), self.embed.tokens.weight)
+        """Read a state out: coda, final norm, tied head. (B, T, d) -> (B, T, V), the true vocabulary in any case."""
+        logits = F.linear(self.ln_f(self.coda(h, ctx)), self.embed.tokens.weight)
+        return logits[..., : self.config.vocab_size] if self.config.n_padding else logits
 
     def forward(self, ids: Tensor, depth: Depth | None = None, ctx: LoopContext | None = None) -> Tensor:
         """Logits (B, T, V) at `depth` (default: R steps) for ids (B, T)."""

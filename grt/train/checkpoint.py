@@ -5,6 +5,8 @@
 
 A checkpoint is written to a temporary folder, fsynced and renamed, so its name appears only when it is whole; the
 manifest holds the sha256 of every file. Weights are safetensors, the rest JSON: nothing is ever unpickled.
+Rows of padding (model.vocab_multiple) are zero, and so are their moments: neither is saved, and a checkpoint can be
+read with any padding.
 A model folder (models/grt-nano) is a checkpoint without optimizer, beside its config.json.
 """
 
@@ -14,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,10 +31,10 @@ from torch import Tensor
 from grt.config import ConfigError, RunConfig, config_hash, load
 from grt.methods import build_model
 from grt.model.recurrent import RecurrentDepthModel
+from grt.train.optim import MOMENTS, optimizer_tensors
 
 FORMAT = 1
 WEIGHTS = ("model.safetensors", "model.safetensors.zst")
-MOMENTS = ("exp_avg", "exp_avg_sq")
 FOR_RESUME = {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 
@@ -174,19 +177,6 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
     return tensors
 
 
-def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments under the parameters' names."""
-    return {f"{name}.{key}": optimizer.state[p][key].cpu() for name, p in model.named_parameters() for key in MOMENTS}
-
-
-def restore_optimizer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], step: int
-) -> None:
-    for name, p in model.named_parameters():
-        moments = {key: tensors[f"{name}.{key}"].to(p.device) for key in MOMENTS}
-        optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
-
-
 class Checkpoints:
     """The checkpoints of one run."""
 
@@ -221,7 +211,7 @@ class Checkpoints:
         if absent := FOR_RESUME - manifest["files"].keys():
             raise CheckpointError(f"{folder / 'manifest.json'} lists no {min(absent)}: use another checkpoint.")
         weights = read_tensors(folder / "model.safetensors", model.state_dict())
-        expected = {f"{name}.{key}": p for name, p in model.named_parameters() for key in MOMENTS}
+        expected = {f"{name}.{key}": p for name, p in model.state_dict().items() for key in MOMENTS}
         moments = read_tensors(folder / "optimizer.safetensors", expected)
         return weights, moments, read_state(folder / "state.json", manifest["step"])
 
@@ -265,25 +255,25 @@ def weights_file(folder: Path) -> Path:
     return folder / next(name for name in WEIGHTS if name in read_manifest(folder)["files"])
 
 
-def find_checkpoint(path: Path, which: str = "latest") -> tuple[Path, RunConfig]:
-    """The sound checkpoint that a run, a checkpoint or a model folder stands for, and its config."""
+def find_checkpoint(path: Path) -> tuple[Path, RunConfig]:
+    """The checkpoint that a path stands for, and its config: the newest sound one of a run (a warning names those it
+    passed over), a checkpoint, one of a run's pointers (checkpoints/best), or a model folder."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: give a run's folder, one of its checkpoints or a model folder.")
+    path = path.resolve()
+    if path.is_file() and path.name in ("latest", "best"):
+        path = path.parent / path.read_text(encoding="utf-8").strip()
     if (path / "manifest.json").exists():
-        folder = path.absolute()
-        in_run = folder.parent.name == "checkpoints" and folder.name.startswith("step-")
-        config = load((folder.parents[1] if in_run else folder) / "config.json")
-        verify(folder, config_hash(config))
-        return folder, config
+        in_run = path.parent.name == "checkpoints" and path.name.startswith("step-")
+        config = load((path.parents[1] if in_run else path) / "config.json")
+        verify(path, config_hash(config))
+        return path, config
     config = load(path / "config.json")
-    checkpoints = Checkpoints(path, config_hash(config), keep=1)
-    name = checkpoints.pointer(which)
-    if name is not None and (checkpoints.folder / name).is_dir() and which == "best":
-        verify(checkpoints.folder / name, checkpoints.hash)
-        return checkpoints.folder / name, config
-    folder, skipped = checkpoints.newest_sound()
+    folder, skipped = Checkpoints(path, config_hash(config), keep=1).newest_sound()
     if folder is None:
         raise CheckpointError(skipped[0] if skipped else f"{path} holds no checkpoint yet: train it first.")
+    for reason in skipped:
+        warnings.warn(f"passed over a checkpoint: {reason}", stacklevel=3)
     return folder, config
 
 

@@ -16,22 +16,23 @@ import torch
 
 from grt.config import ConfigError, RunConfig, config_hash
 from grt.data.loader import batch, bigram_entropy
-from grt.data.prepare import Prepared, load_prepared, prepare
+from grt.data.prepare import Prepared, open_source
 from grt.evals.loss import Evaluation, evaluate
 from grt.methods import build_model, depth_sampler
 from grt.model.context import LoopContext
-from grt.model.cost import forward_flops
+from grt.model.cost import forward_flops, parameters
 from grt.model.depth import Depth
 from grt.model.precision import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
 from grt.model.recurrent import Loss
-from grt.train.checkpoint import CheckpointError, Checkpoints, State, restore_optimizer
+from grt.train.checkpoint import CheckpointError, Checkpoints, State
 from grt.train.diagnose import NonFiniteError, first_offender
 from grt.train.folder import claim, environment, write_headers
+from grt.train.initial import load_initial
 from grt.train.interrupt import Interrupt
 from grt.train.log import Display, MetricsLog, forget_after
 from grt.train.memory import training_peak
 from grt.train.monitor import monitor, warnings_for
-from grt.train.optim import learning_rate, make_optimizer
+from grt.train.optim import learning_rate, make_optimizer, restore_optimizer
 from grt.train.plots import draw_curve
 
 
@@ -42,23 +43,19 @@ def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:
 
 def open_data(config: RunConfig, progress: bool = False, quiet: bool = False) -> Prepared:
     """The prepared folder that config.data names, or its text, prepared now and cached."""
-    path = Path(config.data.path)
-    if (path / "meta.json").exists():
-        data = load_prepared(path)
-        data.require_tokenizer(config.data.tokenizer)
-    else:
-        data = prepare(
-            config.data.path,
-            tokenizer=config.data.tokenizer,
-            val_fraction=config.data.val_fraction,
-            field=config.data.field,
-            progress=progress,
-            quiet=quiet,
-        )
-    if data.tokenizer.vocab_size > config.model.vocab_size:
+    source, text = config.data.path, config.data
+    data = open_source(
+        source,
+        tokenizer=text.tokenizer,
+        val_fraction=text.val_fraction,
+        field=text.field,
+        progress=progress,
+        quiet=quiet,
+    )
+    if data.tokenizer.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"{data.folder} has tokens up to {data.tokenizer.vocab_size}, model.vocab_size is "
-            f"{config.model.vocab_size}: set --model.vocab-size {data.tokenizer.vocab_size}."
+            f"model.vocab_size is {config.model.vocab_size}, but {data.folder} has {data.tokenizer.vocab_size} tokens "
+            f"({data.tokenizer.name}): set --model.vocab-size {data.tokenizer.vocab_size}."
         )
     return data
 
@@ -73,11 +70,8 @@ class Trainer:
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
         self.device = resolve_device(config.train.device)
-        self.sampler = depth_sampler(config.model, config.train.depth)  # knows the method, so before text is prepared
-        self.data = open_data(config, progress)
-        self.train_split, self.val_split = (self.data.split(name, config.data.windows) for name in ("train", "val"))
-        for split in (self.train_split, self.val_split):
-            split.require(config.model.context + 1)
+        self.sampler = depth_sampler(config.model, config.train.depth)
+        # Text comes after what can be refused without it: preparing it may take long.
         torch.manual_seed(slot_seed(config.train.seed, -1, 0))
         self.model = build_model(config.model).to(self.device).train()
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -85,13 +79,20 @@ class Trainer:
         self.state = State()
         self.saved_step = -1
         skipped = self._restore() if resume else []
+        begun = config.train.init_from and not self.state.step  # a resumed run does not need its source any more
+        initial = {"init_from": load_initial(self.model, config)} if begun else {}
+        self.data = open_data(config, progress)
+        self.train_split, self.val_split = (self.data.split(name, config.data.windows) for name in ("train", "val"))
+        for split in (self.train_split, self.val_split):
+            split.require(config.model.context + 1)
         if self.state.text_sha256 not in ("", self.train_split.sha256):
             raise ConfigError(f"{self.data.folder} is not the text {out} began with: restore it, or start anew.")
         self.state.text_sha256 = self.train_split.sha256
         self._choose_precision()
         forget_after(self.out / "metrics.jsonl", self.state.step)
         if not self.state.step:
-            write_headers(self.out, config, environment(self.device, vars(self.state), self.data.meta))
+            facts = environment(self.device, vars(self.state), self.data.meta)
+            write_headers(self.out, config, facts | initial)
         self.log = MetricsLog(self.out / "metrics.jsonl")
         if resume:
             self.log.write("event", self.state.step, event="resume", skipped=skipped)
@@ -155,7 +156,7 @@ class Trainer:
 
     def _say_start(self, display: Display) -> None:
         model, split = self.config.model, self.val_split
-        n = sum(p.numel() for p in self.model.parameters())
+        n = parameters(self.model)["total"]
         display.say(
             f"{self.config.name}: {model.method_name} {model.layout}, {n:,} parameters, {self.state.dtype} on "
             f"{self.device.type} ({torch.get_num_threads()} threads); peak {self.state.peak / 1e9:,.0f} GFLOP/s "
@@ -249,12 +250,13 @@ class Trainer:
         if bad := [k for k, loss in losses.items() if not np.isfinite(loss)]:
             offender = first_offender(self.model, lambda ctx: self.slot_loss(step, 0, ctx))
             self._stop(step, "validation loss", bad[0], offender)
+        bits = result.bits_per_byte(R)
         self.log.write(
             "eval", step, split="val", tokens=result.tokens, loss=losses[R],
-            loss_by_depth={str(k): loss for k, loss in losses.items()}, bits_per_byte=result.bits_per_byte(R),
+            loss_by_depth={str(k): loss for k, loss in losses.items()}, bits_per_byte=bits,
         )  # fmt: skip
-        depths = "  ".join(f"{k}: {loss:.4f}" for k, loss in losses.items()) if R else ""
-        display.say(f"step {step}  validation loss {losses[R]:.4f}" + (f"  by depth  {depths}" if R else ""))
+        depths = "  by depth  " + "  ".join(f"{k}: {loss:.4f}" for k, loss in losses.items()) if R else ""
+        display.say(f"step {step}  validation loss {losses[R]:.4f}  bits per byte {bits:.4f}{depths}")
         if R:
             ids, _ = batch(self.val_split, seed=0, step=0, slot=0, rows=range(4), context=config.model.context)
             warnings = warnings_for(losses)

@@ -1,11 +1,13 @@
-"""AdamW as the paper's recipe sets it (sec:experiments), and its learning-rate schedule."""
+"""AdamW as the paper's recipe sets it (sec:experiments): its groups, its schedule, its state in a checkpoint."""
 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grt.config import OptimConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -26,3 +28,24 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
     low = config.lr * config.min_lr_ratio
     return low + 0.5 * (config.lr - low) * (1 + math.cos(math.pi * progress))
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments under the parameters' names, of the rows that are saved."""
+    saved = model.state_dict()
+    return {
+        f"{name}.{key}": optimizer.state[p][key][: len(saved[name])].cpu()
+        for name, p in model.named_parameters()
+        for key in MOMENTS
+    }
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], step: int
+) -> None:
+    for name, p in model.named_parameters():
+        moments = {key: torch.zeros_like(p) for key in MOMENTS}
+        for key, moment in moments.items():
+            saved = tensors[f"{name}.{key}"]
+            moment[: len(saved)] = saved
+        optimizer.state[p] = {"step": torch.tensor(float(step), device=p.device), **moments}
