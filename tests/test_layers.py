@@ -48,6 +48,10 @@ EAGER = {"__init__": {"config", "presets"}, "cli": {"config", "commands"}, "comm
 # package -> the files and folders that may import it
 HOMES = {
     "matplotlib": ("grt/train/log.py", "grt/train/plots.py", "grt/analysis/", "grt/paper/", "grt/bench/"),
+    "tiktoken": ("grt/data/gpt2.py",),
+    "tokenizers": ("grt/data/tokenizer_json.py", "grt/hf/"),
+    "datasets": ("grt/data/remote.py",),
+    "pyarrow": ("grt/data/formats.py",),
     "transformers": ("grt/hf/", "grt/bench/peers.py"),
 }
 
@@ -235,6 +239,7 @@ WRONG: list[tuple[Check, str, str]] = [
     (check_homes, "grt/model/block.py", "import matplotlib.pyplot as plt"),
     (check_homes, "grt/train/loop.py", "def f():\n    from matplotlib import pyplot"),
     (check_homes, "grt/analysis.py", "import matplotlib"),
+    (check_homes, "grt/data/loader.py", "def f():\n    import datasets"),
     (check_homes, "grt/bench/training.py", "def f():\n    import transformers"),
     (check_size, "grt/config.py", "x = 1\n" * 301),
     (check_size, "grt/config.py", '"""Long: because."""\n' + "x = 1\n" * 300),
