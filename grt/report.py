@@ -242,8 +242,6 @@ def show_list(folder: Path) -> None:
                       f"{c.train.steps:,}", tokens)  # fmt: skip
     console.print(table)
     console.print(f"methods: dense (a layout without a core), {', '.join(METHODS)}")
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder: name one that holds runs.")
     runs = sorted(p.parent for p in folder.rglob("config.json") if (p.parent / "metrics.jsonl").exists())
     if not runs:
         console.print(f"no runs under {folder}")

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from grt import cli, commands
-from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.config import ConfigError, RunConfig, config_hash, dump, load
 from grt.data.prepare import load_prepared
 from grt.data.tokenizer import ByteTokenizer
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
+from grt.presets import preset
 from grt.train.checkpoint import load_model
 
 TINY = [
@@ -744,8 +745,9 @@ def test_demo_replaces_an_earlier_demo_and_nothing_else(monkeypatch, capsys, run
     monkeypatch.setattr(commands, "train_and_show", lambda *a, **k: calls.append((a, k)) or 0)
     out = tmp_path / "demo"
     shutil.copytree(run, out)
-    assert cli.main(["demo", "--out", str(out)]) == 0 and out.exists()  # a run of another name: train will refuse it
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "name": "demo"}))
-    assert cli.main(["demo", "--out", str(out)]) == 0 and not out.exists()
+    before = sorted(out.rglob("*"))
+    assert cli.main(["demo", "--out", str(out)]) == 0 and sorted(out.rglob("*")) == before  # train will refuse it
+    (out / "config.json").write_text(dump(preset("demo")))
+    (out / "notes.txt").write_text("mine")
+    assert cli.main(["demo", "--out", str(out)]) == 0 and [path.name for path in out.iterdir()] == ["notes.txt"]
     assert len(calls) == 2 and calls[0][0][0].name == "demo"

@@ -377,7 +377,8 @@ def test_without_a_terminal_there_are_plain_lines(config, tmp_path, capsys):
     assert [line.split("  ")[0] for line in lines[2:]] == ["step 10", "step 20", "step 30/30", "step 30"]
     losses = rows(tmp_path / "run", "eval")[0]["loss_by_depth"]
     by_depth = "  ".join(f"{k}: {loss:.4f}" for k, loss in losses.items())
-    assert lines[2] == f"step 10  validation loss {losses['3']:.4f}  by depth  {by_depth}"
+    bits = rows(tmp_path / "run", "eval")[0]["bits_per_byte"]
+    assert lines[2] == f"step 10  validation loss {losses['3']:.4f}  bits per byte {bits:.4f}  by depth  {by_depth}"
 
 
 def test_plain_lines_come_now_and_then(capsys, monkeypatch):

@@ -12,6 +12,24 @@ from torch.nn import functional as F
 from grt.config import ConfigError
 from grt.model.context import LoopContext
 
+PRODUCTS_UP_TO = 512  # tokens; at 1,024 the fused kernel, which skips the future, has overtaken them
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, each (B, H, T, c): torch's fused kernel, except for training in bf16 on a CPU.
+
+    There the kernel's backward pass is slow, and plain bf16 products take about half the time of both passes
+    together (T = 64 to 512). Scores are then rounded to bf16, as every matrix product of such a pass is.
+    """
+    B, H, T, c = q.shape
+    on_products = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= PRODUCTS_UP_TO
+    if not (on_products and torch.is_grad_enabled()):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    q, k, v = (z.reshape(B * H, T, c) for z in (q, k, v))
+    future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
+    scores = torch.baddbmm(future.expand(B * H, T, T), q, k.transpose(1, 2), alpha=1 / math.sqrt(c))
+    return (scores.softmax(-1) @ v).view(B, H, T, c)
+
 
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
@@ -24,13 +42,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:
         B, T, d = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_heads, d // self.n_heads).permute(2, 0, 3, 1, 4)  # (B, H, T, d/H)
+        # Split before the heads: the backward pass of unbinding a 5-d view would copy all of q, k, v once more.
+        thirds = self.qkv(x).split(d, dim=2)
+        q, k, v = (z.view(B, T, self.n_heads, -1).transpose(1, 2) for z in thirds)  # (B, H, T, d/H)
         if "attention" in ctx.taps:  # the fused kernel never forms the probabilities that a tap wants to see
             scores = (q @ k.transpose(-2, -1)) / math.sqrt(d // self.n_heads)
             future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
             y = ctx.tap("attention", scores.masked_fill(future, -math.inf).softmax(-1)) @ v
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = attend(q, k, v)
         return self.out(y.transpose(1, 2).reshape(B, T, d))
 
 
