@@ -106,6 +106,11 @@ def spoil_journal(hidden: Path):
     (hidden / "journal.jsonl").write_text("{}\n")
 
 
+def spoil_line(hidden: Path):
+    with open(hidden / "journal.jsonl", "a") as file:
+        file.write('{"done": 3}\n')
+
+
 def spoil_shard(hidden: Path):
     data = bytearray((hidden / "train-00000.bin").read_bytes())
     data[8] ^= 1
@@ -122,7 +127,7 @@ def cut_journal(hidden: Path):
     path.write_text(path.read_text()[:-20])
 
 
-@pytest.mark.parametrize("spoil", [spoil_journal, spoil_shard, cut_shard, cut_journal])
+@pytest.mark.parametrize("spoil", [spoil_journal, spoil_line, spoil_shard, cut_shard, cut_journal])
 def test_a_spoiled_partial_folder_does_no_harm(texts, tmp_path, spoil):
     assert run(texts, tmp_path / "whole", tokenizer="bytes") == 0
     assert run(texts, tmp_path / "out", HANDED_ON, "bytes") == -signal.SIGKILL

@@ -1,5 +1,6 @@
 """Sources of text: every format and its damage, several sources at once, downloads, datasets, nanoGPT's files."""
 
+import errno
 import gzip
 import hashlib
 import json
@@ -208,6 +209,18 @@ def test_a_download_is_checked_and_kept(server, cache):
         with pytest.raises(ConfigError, match=message):
             open_corpus(source)
     assert [path.name for path in (cache / "downloads").iterdir()] == [kept.name]
+
+
+def test_a_full_disk_in_a_download_names_the_file(server, monkeypatch):
+    address, pages, _ = server
+    pages["/a.txt"] = b"some text"
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(remote, "_sha256", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*downloads/.*a.txt"):
+        open_corpus(f"url:{address}/a.txt#sha256={'0' * 64}")
 
 
 def test_shakespeare_is_a_shortcut(monkeypatch, server):

@@ -57,11 +57,14 @@ class Partial:
         lines = [line for line in self.journal if line.endswith("\n")]
         if not lines or lines[0] != json.dumps(header) + "\n":
             return False
-        if lines[1:]:
+        if not lines[1:]:
+            return False
+        try:
             last = json.loads(lines[-1])
             self.done = last["done"]
             return all([writer.restore(last["splits"][writer.name]) for writer in self.writers])
-        return False
+        except (ValueError, KeyError, TypeError):  # a damaged line
+            return False
 
     def _write(self, line: dict) -> None:
         try:

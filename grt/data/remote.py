@@ -4,6 +4,7 @@ What is fetched gets its name in the cache only when it is whole.
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import http.client
@@ -119,5 +120,9 @@ def _whole_file(path: Path) -> Iterator[IO[bytes]]:
         with open(partial, "wb") as file:
             yield file
         os.replace(partial, path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):  # these do not say which file
+            raise OSError(error.errno, error.strerror, str(partial)) from None
+        raise
     finally:
         partial.unlink(missing_ok=True)
