@@ -464,7 +464,8 @@ def test_list_goes_on_past_broken_runs_and_takes_names_as_they_are(grt, run, tmp
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
         (tmp_path / name / "metrics.jsonl").write_text(metrics)
-    out = grt("list", tmp_path)
+    with pytest.warns(UserWarning, match=r"odd/metrics.jsonl: line 1 and 2 more cannot be read"):
+        out = grt("list", tmp_path)
     assert f"│ {tmp_path / '[bold]a :smile:'} │" in out and re.search(rf"{tmp_path / 'odd'} +│.*│ 0/4", out)
     assert f"left out: {tmp_path / 'broken' / 'config.json'} is not JSON" in out
     assert f"left out: {tmp_path / 'unknown' / 'config.json'}: unknown field 'mdoel'" in out

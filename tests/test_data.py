@@ -20,6 +20,7 @@ from grt.data import shards as shards_module
 from grt.data.corpus import BUILTIN_SHA256, BUILTIN_VERSIONS, Corpus, open_corpus
 from grt.data.loader import Split, batch, bigram_entropy, check_ids, n_windows, windows
 from grt.data.prepare import cache_folder, load_prepared, prepare
+from grt.train.checkpoint import replace_file
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +243,13 @@ def raise_an_id(path: Path):
     path.write_bytes(ids.tobytes())
 
 
+def alter(path: Path, change):
+    """As format 1, whose splits need no index."""
+    meta = json.loads(path.read_text()) | {"format": 1}
+    change(meta)
+    path.write_text(json.dumps(meta))
+
+
 DAMAGE = [
     (flip_a_byte, "train-00000.bin", "train-00000.bin differs from the sha256"),
     (truncate, "train-00000.bin", "train-00000.bin has .* bytes instead of"),
@@ -249,6 +257,10 @@ DAMAGE = [
     (raise_an_id, "val-00000.bin", "val-00000.bin holds id 300, beyond its vocabulary of 257"),
     (truncate, "meta.json", "meta.json is not JSON"),
     (lambda path: path.write_text('{"format": 99}'), "meta.json", "meta.json is not in format 2"),
+    (lambda path: path.write_text('{"format": 1}'), "meta.json", "meta.json is wrong in source"),
+    (lambda path: alter(path, lambda meta: meta["splits"]["val"].update(index=3)), "meta.json", "splits.val.index"),
+    (lambda path: alter(path, lambda meta: meta.update(splits=[1])), "meta.json", "meta.json is wrong in splits"),
+    (lambda path: (path.unlink(), path.mkdir()), "meta.json", "meta.json cannot be read"),
 ]
 
 
@@ -360,6 +372,31 @@ def test_a_changed_tokenizer_is_refused(texts):
     (prepared.folder / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match="written by another bytes tokenizer"):
         _ = load_prepared(prepared.folder).tokenizer
+
+
+def test_a_damaged_tokenizer_in_the_cache_is_repaired(texts):
+    first = prepare(texts, val_fraction=0.2)
+    meta = json.loads(json.dumps(first.meta))
+    meta["tokenizer"]["name"] = "bites"
+    (first.folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.warns(UserWarning, match="is damaged: Unknown tokenizer 'bites'"):
+        assert prepare(texts, val_fraction=0.2) == first
+    assert load_prepared(first.folder) == first
+
+
+def test_folders_that_cannot_be_opened_are_left_unsynced(texts, monkeypatch):
+    """As on Windows."""
+
+    def refuse(path, *arguments, **options):
+        if Path(path).is_dir():
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    real = shards_module.os.open
+    monkeypatch.setattr(shards_module.os, "open", refuse)
+    prepared = prepare(texts, val_fraction=0.2)
+    replace_file(prepared.folder / "note", "text")
+    assert (prepared.folder / "note").read_text() == "text"
 
 
 def test_unknown_split(texts):

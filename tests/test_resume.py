@@ -1,5 +1,6 @@
 """Resuming is exact: a run that was killed, however often and wherever, ends as one that was not."""
 
+import json
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ from grt.config import ConfigError, dump, load
 from grt.data.prepare import prepare
 from grt.presets import change
 from grt.train import checkpoint
-from grt.train.checkpoint import load_model
+from grt.train.checkpoint import CheckpointError, load_model
 from grt.train.loop import Trainer
 
 
@@ -79,7 +80,7 @@ def test_killed_before_the_first_checkpoint(config, straight, tmp_path, capsys):
     kill_at_step(config, out, 3)
     (out / "env.json").unlink()
     finish(config, out, resume=True)
-    assert "no sound checkpoint: starting from step 0" in capsys.readouterr().err
+    assert "has no checkpoint yet: starting from step 0" in capsys.readouterr().err
     assert result(out) == straight and (out / "env.json").exists()
 
 
@@ -148,6 +149,65 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(config, straight, 
     assert len(skipped) == 1 and str(weights) in skipped[0]
     finish(config, out, resume=True)
     assert result(out) == straight
+
+
+def damage_manifests(out: Path) -> str:
+    for path in out.glob("checkpoints/step-*/manifest.json"):
+        path.write_text("{")
+    return "manifest.json is damaged"
+
+
+def raise_steps(out: Path) -> str:
+    path = out / "config.json"
+    assert '"steps": 30' in path.read_text()
+    path.write_text(path.read_text().replace('"steps": 30', '"steps": 60'))
+    return "is of another config than the run's"
+
+
+@pytest.mark.parametrize("spoil", [damage_manifests, raise_steps])
+def test_a_run_none_of_whose_checkpoints_can_be_used_is_left_as_it_is(config, tmp_path, spoil):
+    out = tmp_path / "run"
+    run_until(config, out, 12)
+    says = spoil(out)
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError) as caught:
+        Trainer(load(out / "config.json"), out, resume=True)
+    message = str(caught.value)
+    assert "step-00000010" in message and says in message and "put back the config.json or the checkpoint" in message
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+
+
+def test_a_resume_tells_what_has_changed_since(config, tmp_path, capsys):
+    out = tmp_path / "run"
+    run_until(config, out, 6)
+    run_until(config, out, 6, resume=True)
+    assert rows(out, "event")[-1]["changed"] == {} and "warning" not in capsys.readouterr().err
+    env = json.loads((out / "env.json").read_text())
+    (out / "env.json").write_text(json.dumps(env | {"torch": "1.0", "threads": 7, "commit": "0"}))
+    run_until(config, out, 6, resume=True)
+    changed = next(row for row in rows(out, "event")[::-1] if row["event"] == "resume")["changed"]
+    assert changed == {"torch": ["1.0", env["torch"]], "threads": [7, 1]}
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert warned == [
+        f"warning: torch 1.0 then, {env['torch']} now, threads 7 then, 1 now: "
+        "steps from here on may differ in their last bits"
+    ]
+    (out / "env.json").write_text("[")
+    run_until(config, out, 6, resume=True)
+
+
+def test_a_damaged_line_in_the_log_is_all_that_a_resume_drops(config, straight, tmp_path):
+    """Its step is finished, and not done again: the others stay."""
+    out = tmp_path / "run"
+    run_until(config, out, 12)
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert '"step": 3,' in lines[2]
+    (out / "metrics.jsonl").write_text("".join([*lines[:2], lines[2][:30] + "\n", *lines[3:]]))
+    with pytest.warns(UserWarning, match=r"metrics.jsonl: line 3 cannot be read"):
+        trainer = Trainer(config, out, resume=True)
+    trainer.run()
+    assert [row["step"] for row in rows(out, "train")] == [1, 2, *range(4, 31)]
+    assert result(out)[1] == straight[1]
 
 
 def test_rotation_keeps_what_was_just_saved_although_a_damaged_one_is_newer(config, tmp_path):

@@ -4,9 +4,13 @@ import io
 import json
 import math
 import os
+import pty
+import re
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +19,7 @@ import torch
 from rich.console import Console
 from tiny import ROOT, environment, finish, grt, quick, result, rows, run_until, start, tiny, write_text
 
+import grt.train.folder as folder_module
 import grt.train.log as log_module
 from grt.cli import main
 from grt.config import VERSION, ConfigError, dump
@@ -23,9 +28,10 @@ from grt.evals.loss import Evaluation
 from grt.presets import change
 from grt.train.checkpoint import load_model
 from grt.train.diagnose import NonFiniteError
-from grt.train.interrupt import parse_duration
+from grt.train.folder import command_line
+from grt.train.interrupt import Interrupt, parse_duration
 from grt.train.log import Display
-from grt.train.loop import Trainer, train
+from grt.train.loop import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +54,10 @@ def endless(config):
     return change(config, train={"steps": 10**6, "checkpoint_every": 10**6, "eval_every": 10**6})
 
 
+def run_for(config, out: Path, seconds: float, resume: bool = False) -> int:
+    return Trainer(config, out, resume=resume).run(seconds)
+
+
 def newest(out: Path) -> int:
     return int((out / "checkpoints/latest").read_text().strip().removeprefix("step-"))
 
@@ -68,7 +78,7 @@ def check_saved_at_the_signal(config, out: Path, name: str) -> None:
     assert [(row["step"], row["event"]) for row in rows(out, "event")] == [(last, "save"), (last, "signal")]
     assert rows(out, "event")[-1]["signal"] == name
     load_model(out)
-    assert train(config, out, resume=True, max_seconds=0) == 0
+    assert run_for(config, out, resume=True, seconds=0) == 0
     assert [row["step"] for row in rows(out, "train")] == list(range(1, last + 2))
 
 
@@ -85,21 +95,74 @@ def test_sigterm_ends_the_command_with_143(endless, tmp_path):
     check_saved_at_the_signal(endless, out, "SIGTERM")
 
 
-def command_line(arguments: list[str]) -> int:
+def command(arguments: list[str]) -> int:
     """In a child: the command line, with the usual handler of Ctrl-C (a shell's background jobs ignore it)."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return main(arguments)
 
 
-def test_ctrl_c_ends_the_command_with_130(endless, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_ctrl_c_and_a_hangup_end_the_command_after_saving(endless, tmp_path, number, code):
     (tmp_path / "config.json").write_text(dump(endless))
     out = tmp_path / "run"
-    process = start(command_line, ["train", f"--config={tmp_path / 'config.json'}", f"--out={out}"])
+    process = start(command, ["train", f"--config={tmp_path / 'config.json'}", f"--out={out}"])
     wait_for_steps(out, 3)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     process.join(60)
-    assert process.exitcode == 130
-    check_saved_at_the_signal(endless, out, "SIGINT")
+    assert process.exitcode == code
+    check_saved_at_the_signal(endless, out, number.name)
+
+
+def test_a_closed_window_still_saves(endless, tmp_path):
+    """On a terminal, whose other end is closed: from then on each line that is written fails."""
+    (tmp_path / "config.json").write_text(dump(endless))
+    out = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    arguments = [sys.executable, "-m", "grt", "train", "--config", tmp_path / "config.json", "--out", out]
+    with subprocess.Popen(
+        arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), cwd=ROOT, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        reader = threading.Thread(target=drain, args=(ours, out))
+        reader.start()
+        wait_for_steps(out, 3)
+        (out / ".closing").touch()
+        reader.join()
+        os.close(ours)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 129
+    (out / ".closing").unlink()
+    check_saved_at_the_signal(endless, out, "SIGHUP")
+
+
+def drain(terminal: int, out: Path) -> None:
+    """Read what is shown, or it would block the one who shows it."""
+    while not (out / ".closing").exists():
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 4096)
+
+
+def test_nohup_is_respected(config, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupt.exit_code is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_during_a_validation_ends_the_run_after_it(config, tmp_path, monkeypatch):
+    def validate(trainer: Trainer, display) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(trainer, display)
+
+    real = Trainer.validate
+    monkeypatch.setattr(Trainer, "validate", validate)
+    assert Trainer(config, tmp_path / "run").run() == 143
+    assert newest(tmp_path / "run") == rows(tmp_path / "run", "eval")[-1]["step"] == 10
+    assert len(rows(tmp_path / "run", "train")) == 10
 
 
 def stuck(arguments: list[str], mark: Path) -> int:
@@ -115,7 +178,7 @@ def stuck(arguments: list[str], mark: Path) -> int:
         return real(trainer)
 
     Trainer.optimizer_step = optimizer_step
-    return command_line(arguments)
+    return command(arguments)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
@@ -137,9 +200,10 @@ def test_a_second_signal_kills(endless, tmp_path, number, code):
 
 
 def test_a_run_gives_the_handlers_back(config, tmp_path):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in caught]
     run_until(config, tmp_path / "run", 1)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in caught] == before
 
 
 # Time limits
@@ -148,11 +212,11 @@ def test_a_run_gives_the_handlers_back(config, tmp_path):
 def test_max_time_saves_and_leaves_with_0(config, tmp_path):
     finish(config, tmp_path / "straight")
     out = tmp_path / "run"
-    assert train(config, out, max_seconds=0) == 0
+    assert run_for(config, out, seconds=0) == 0
     assert newest(out) == 1 and rows(out, "event")[-1]["signal"] == "max-time"
-    assert train(config, out, resume=True, max_seconds=0) == 0
+    assert run_for(config, out, resume=True, seconds=0) == 0
     assert newest(out) == 2
-    assert train(config, out, resume=True, max_seconds=10**4) == 0
+    assert run_for(config, out, resume=True, seconds=10**4) == 0
     assert result(out) == result(tmp_path / "straight")
 
 
@@ -225,10 +289,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(config, tmp_path, poison, what,
     with pytest.raises(NonFiniteError) as caught:
         trainer.run()
     row = rows(out, "event")[-1]
-    depth = trainer.sampler(1337, 5, 0 if what == "loss" else 1).steps
+    drawn = [trainer.sampler(1337, 5, slot).steps for slot in (0, 1)]
+    depth, named = (drawn[:1], f"depth {drawn[0]}") if what == "loss" else (drawn, "depths {}, {}".format(*drawn))
     assert row == {"kind": "event", "step": 5, "event": "nonfinite", "what": what, "depth": depth, "module": module}
-    assert str(caught.value).startswith(f"the {what} is not finite at step 6 (depth {depth}), first in {module}: ")
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"the {what} is not finite at step 6 ({named}), first in {module}: ")
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("in a new folder.")
     assert [row["step"] for row in rows(out, "train")] == [1, 2, 3, 4, 5]
     assert torch.equal(trainer.model.ln_f.weight, weights)  # the step was not taken
     assert snapshot(out) == before
@@ -341,7 +406,8 @@ def test_env_json(config, tmp_path):
     assert env["grt"] == VERSION and env["torch"] == torch.__version__ and env["python"] == sys.version.split()[0]
     assert env["device"] == "cpu" and env["dtype"] == "fp32" and env["threads"] == 1 and env["cores"] == os.cpu_count()
     assert env["peak_flops"] == 1e12 and env["peak_source"] == "a constant" and env["cpu"]
-    assert env["command"].startswith("grt") and (env["commit"] is None or len(env["commit"]) == 40)
+    assert env["command"] == command_line()
+    assert env["commit"] is None or re.fullmatch("[0-9a-f]{40}(-dirty)?", env["commit"])
     splits = trainer.data.meta["splits"]
     assert env["data"] == {
         "corpus_sha256": trainer.data.meta["corpus_sha256"],
@@ -349,6 +415,86 @@ def test_env_json(config, tmp_path):
         "val": splits["val"]["sha256"],
     }
     assert (tmp_path / "run/config.json").read_text() == dump(config)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["/opt/bin/grt", "train", "a b"], "grt train 'a b'"),
+        ([str(ROOT / "grt/__main__.py"), "train"], "grt train"),
+        (["my run.py", "--fast"], "'my run.py' --fast"),
+        (["/x/other/__main__.py"], "/x/other/__main__.py"),
+    ],
+)
+def test_the_command_is_what_was_typed(monkeypatch, argv, told):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert command_line() == told
+
+
+def test_commit_is_that_of_the_packages_own_checkout(tmp_path, monkeypatch):
+    def git(*arguments: str) -> str:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", *author, "-C", tmp_path, *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    package = tmp_path / "site/grt"
+    (package / "train").mkdir(parents=True)
+    (package / "train/folder.py").write_text("x = 1\n")
+    (tmp_path / "theirs.txt").write_text("theirs")
+    monkeypatch.setattr(folder_module, "PACKAGE", package)
+    assert folder_module.commit() is None
+    git("init", "-q")
+    git("add", "theirs.txt")
+    git("commit", "-qm", "one")
+    assert folder_module.commit() is None  # installed in somebody else's checkout
+    git("add", ".")
+    git("commit", "-qm", "two")
+    assert folder_module.commit() == git("rev-parse", "HEAD")
+    (tmp_path / "theirs.txt").write_text("not ours")
+    assert folder_module.commit() == git("rev-parse", "HEAD")
+    (package / "train/folder.py").write_text("x = 2\n")
+    assert folder_module.commit() == git("rev-parse", "HEAD") + "-dirty"
+
+
+def hold(config, out: Path, mark: Path) -> int:
+    """In a child: a run that holds its folder and does nothing."""
+    trainer = Trainer(config, out)
+    mark.touch()
+    time.sleep(60)
+    return trainer.run()
+
+
+def test_a_folder_has_one_process_that_trains(config, tmp_path):
+    out, mark = tmp_path / "run", tmp_path / "mark"
+    process = start(hold, config, out, mark)
+    end = time.monotonic() + 60
+    while not mark.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    before = contents(out)
+    with pytest.raises(ConfigError, match="is being trained by another process: "):
+        Trainer(config, out, resume=True)
+    assert contents(out) == before
+    process.kill()
+    process.join(20)
+    finish(change(config, train={"eval_every": 30}), out, resume=True)
+
+
+def test_the_folder_is_free_after_each_way_to_end(config, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(ConfigError, match="vocab"):
+        Trainer(change(config, model={"vocab_size": 200}), out)
+    crashed = run_until(config, out, 1)
+    closed = Trainer(config, out, resume=True)
+    with pytest.raises(ConfigError, match="is being trained by another process"):
+        Trainer(config, out, resume=True)
+    closed.close()
+    dropped = Trainer(config, out, resume=True)
+    dropped.log.close()
+    del dropped
+    run_until(config, out, 2, resume=True)
+    assert crashed.state.step == 1
 
 
 def test_text_that_is_too_short_claims_no_folder(config, tmp_path):

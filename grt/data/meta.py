@@ -29,6 +29,8 @@ def read_meta(path: Path) -> dict:
         raise ConfigError(f"{path} is missing, so {path.parent} is no prepared folder: make one with grt prepare.")
     try:
         meta = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): prepare the data again.") from None
     except (ValueError, RecursionError):
         raise ConfigError(f"{path} is not JSON: prepare the data again.") from None
     if not isinstance(meta, dict) or meta.get("format") not in READABLE:
@@ -62,7 +64,7 @@ def _check(meta: dict) -> None:
                 raise _Wrong(f"{where}shards.{n}.tokens")
         if entry["tokens"] != sum(shard["tokens"] for shard in entry["shards"]):
             raise _Wrong(f"{where}tokens")
-        if meta["format"] > 1:
+        if meta["format"] > 1 or "index" in entry:
             _fields(entry.get("index"), INDEX, f"{where}index.")
 
 

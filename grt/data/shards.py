@@ -116,10 +116,17 @@ def load_if_intact(folder: Path) -> Prepared | None:
     if not (folder / "meta.json").exists():
         return None
     try:
-        return load_prepared(folder)
-    except ValueError as damage:
+        return _load_all(folder)
+    except (ValueError, OSError) as damage:
         warnings.warn(f"Preparing {folder} again, because it is damaged: {damage}", stacklevel=3)
         return None
+
+
+def _load_all(folder: Path) -> Prepared:
+    """With the tokenizer too, whose name or copy may be what is damaged."""
+    prepared = load_prepared(folder)
+    _ = prepared.tokenizer
+    return prepared
 
 
 def write_prepared(
@@ -147,7 +154,7 @@ def write_prepared(
         with open(path / "meta.json", "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
             sync(file)
-        _sync_folder(path)
+        sync_folder(path)
         return _install(path, folder)
 
 
@@ -156,14 +163,14 @@ def _install(partial: Path, folder: Path) -> Prepared:
     while True:
         try:
             os.rename(partial, folder)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
             (folder / JOURNAL).unlink(missing_ok=True)
             return load_prepared(folder, verify=False)
         except OSError:
             if not folder.is_dir():
                 raise
-            with contextlib.suppress(ValueError):
-                winner = load_prepared(folder)
+            with contextlib.suppress(ValueError, OSError):
+                winner = _load_all(folder)
                 shutil.rmtree(partial, ignore_errors=True)
                 return winner
             damaged = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.damaged")
@@ -202,9 +209,13 @@ def _check_index(path: Path, entry: dict, verify: bool) -> None:
             raise ConfigError(f"{path} has ends of documents out of order: prepare the data again.")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable. Only POSIX can open a folder to do so."""
-    if os.name == "posix":
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable, where a folder can be opened to do so: Windows refuses that."""
+    try:
         descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
         os.fsync(descriptor)
+    finally:
         os.close(descriptor)

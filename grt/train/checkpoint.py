@@ -29,6 +29,7 @@ import zstandard
 from torch import Tensor
 
 from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.data.shards import sync_folder
 from grt.methods import build_model
 from grt.model.recurrent import RecurrentDepthModel
 from grt.train.optim import MOMENTS, optimizer_tensors
@@ -79,20 +80,12 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def fsync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def replace_file(path: Path, text: str) -> None:
     """Put `text` into `path` so that a reader, or a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     write_file(temporary, text.encode())
     os.replace(temporary, path)
-    fsync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def step_name(step: int) -> str:
@@ -110,10 +103,10 @@ def write_folder(folder: Path, files: dict[str, bytes], hash_: str, step: int) -
         entries = {n: {"sha256": hashlib.sha256(d).hexdigest(), "bytes": len(d)} for n, d in files.items()}
         manifest = {"format": FORMAT, "config_hash": hash_, "step": step, "files": entries}
         write_file(temporary / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
-        fsync_folder(temporary)
+        sync_folder(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
-        fsync_folder(folder.parent)
+        sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

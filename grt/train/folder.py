@@ -1,10 +1,13 @@
 """The folder of a run: whose it is, and the two files that say what was run and where."""
 
+import contextlib
 import json
+import os
 import platform
 import shlex
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,14 @@ import torch
 from grt.config import VERSION, ConfigError, RunConfig, config_hash, dump, identity, load
 from grt.model.precision import hardware
 from grt.train.checkpoint import replace_file
+
+try:
+    import fcntl
+except ImportError:  # Windows: there, two processes must not train into the same folder at once
+    fcntl = None
+
+PACKAGE = Path(__file__).resolve().parents[1]
+LOCK = ".lock"
 
 
 def claim(out: Path, config: RunConfig, resume: bool) -> None:
@@ -28,7 +39,7 @@ def claim(out: Path, config: RunConfig, resume: bool) -> None:
             )
         if not resume:
             raise ConfigError(f"{out} already holds this run: add --resume to go on, or give --out a new folder.")
-    elif out.exists() and any(p.name != "env.json" and p.suffix != ".tmp" for p in out.iterdir()):
+    elif out.exists() and any(p.name not in ("env.json", LOCK) and p.suffix != ".tmp" for p in out.iterdir()):
         raise ConfigError(f"{out} is not empty and holds no run: give --out a new folder.")
     elif resume:
         raise ConfigError(f"{out} holds no run to resume: leave --resume out.")
@@ -38,6 +49,28 @@ def claim(out: Path, config: RunConfig, resume: bool) -> None:
         raise ConfigError(
             f"{out} cannot be made ({error.strerror}): give --out a folder that can be written."
         ) from None
+
+
+class FolderLock:
+    """Held by the one process that trains into a folder: until `release`, the end of this object or of the process.
+
+    The empty file stays, since removing it would let two processes hold two files of that name.
+    """
+
+    def __init__(self, out: Path) -> None:
+        handle = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self.release = weakref.finalize(self, os.close, handle)
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(
+                f"{out} is being trained by another process: wait for its end, or give --out a new folder."
+            ) from None
+        except OSError:  # a network file system without locks
+            pass
 
 
 def difference(a: RunConfig, b: RunConfig) -> str:
@@ -55,7 +88,7 @@ def environment(device: torch.device, state: dict[str, Any], data: dict[str, Any
     return {
         "grt": VERSION,
         "commit": commit(),
-        "command": shlex.join(["grt", *sys.argv[1:]]),
+        "command": command_line(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -73,10 +106,28 @@ def write_headers(out: Path, config: RunConfig, environment: dict[str, Any]) -> 
     replace_file(out / "config.json", dump(config))
 
 
+def command_line() -> str:
+    """How this process was started; `grt` stands for its console script and for python -m grt."""
+    first, *rest = sys.argv or [""]
+    is_module = Path(first).resolve() == PACKAGE / "__main__.py"
+    is_script = Path(first).name in ("grt", "grt.exe")
+    return shlex.join(["grt" if is_module or is_script else first, *rest])
+
+
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from, if it is one."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    """The commit of the checkout that this package runs from, if it is one; with -dirty where the package differs.
+
+    A package that is installed somewhere within another project's checkout is no part of that.
+    """
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=5)
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if git("ls-files", "--error-unmatch", "train/folder.py").returncode:
+            return None
+        head = git("rev-parse", "HEAD")
+        if head.returncode == 0:
+            return head.stdout.strip() + ("-dirty" if git("diff", "--quiet", "HEAD", "--", ".").returncode else "")
+    return None

@@ -1,7 +1,10 @@
-"""Leaving early, in good order: Ctrl-C, SIGTERM and a time limit end the run after the step in progress."""
+"""Leaving early, in good order: Ctrl-C, SIGTERM, SIGHUP (a closed window) and a time limit end the run after the step
+in progress."""
 
+import os
 import re
 import signal
+import stat
 import threading
 import time
 from types import FrameType
@@ -9,6 +12,9 @@ from types import FrameType
 from grt.config import ConfigError
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
+if HANGUP is not None:
+    EXIT_CODES[HANGUP] = 129
 
 
 def parse_duration(text: str) -> float:
@@ -21,7 +27,7 @@ def parse_duration(text: str) -> float:
 
 
 class Interrupt:
-    """While entered, remembers the first SIGINT or SIGTERM instead of dying of it; a second one kills as usual."""
+    """While entered, remembers the first of these signals instead of dying of it; a second one kills as usual."""
 
     def __init__(self, max_seconds: float | None = None) -> None:
         self.signal: signal.Signals | None = None
@@ -30,7 +36,9 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            self.previous = {s: signal.signal(s, self._remember) for s in EXIT_CODES}
+            under_nohup = HANGUP is not None and signal.getsignal(HANGUP) == signal.SIG_IGN
+            caught = [s for s in EXIT_CODES if s != HANGUP or not under_nohup]
+            self.previous = {s: signal.signal(s, self._remember) for s in caught}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -39,6 +47,8 @@ class Interrupt:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         self._restore()
+        if number == HANGUP:
+            _leave_terminal()
 
     def _restore(self) -> None:
         for number, handler in self.previous.items():
@@ -55,3 +65,12 @@ class Interrupt:
         if self.signal is not None:
             return EXIT_CODES[self.signal]
         return 0 if self.out_of_time else None
+
+
+def _leave_terminal() -> None:
+    """Output to a terminal goes nowhere from now on: it is gone, and writing to it would fail before the run saves."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)

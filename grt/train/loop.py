@@ -17,23 +17,24 @@ import torch
 from grt.config import ConfigError, RunConfig, config_hash
 from grt.data.loader import batch, bigram_entropy
 from grt.data.prepare import Prepared, open_source
-from grt.evals.loss import Evaluation, evaluate
+from grt.evals.loss import evaluate
 from grt.methods import build_model, depth_sampler
 from grt.model.context import LoopContext
 from grt.model.cost import forward_flops, parameters
 from grt.model.depth import Depth
 from grt.model.precision import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
 from grt.model.recurrent import Loss
-from grt.train.checkpoint import CheckpointError, Checkpoints, State
+from grt.train.checkpoint import Checkpoints, State
 from grt.train.diagnose import NonFiniteError, first_offender
-from grt.train.folder import claim, environment, write_headers
+from grt.train.folder import FolderLock, claim, environment, write_headers
 from grt.train.initial import load_initial
 from grt.train.interrupt import Interrupt
 from grt.train.log import Display, MetricsLog, forget_after
 from grt.train.memory import training_peak
 from grt.train.monitor import monitor, warnings_for
-from grt.train.optim import learning_rate, make_optimizer, restore_optimizer
+from grt.train.optim import learning_rate, make_optimizer
 from grt.train.plots import draw_curve
+from grt.train.resume import changed_environment, restore
 
 
 def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:
@@ -61,12 +62,22 @@ def open_data(config: RunConfig, progress: bool = False, quiet: bool = False) ->
 
 
 class Trainer:
-    """One run, from its config to its last checkpoint. `out` is its folder."""
+    """One run, from its config to its last checkpoint. `out` is its folder, which no other process may train into
+    until `run` or `close` ends."""
 
     def __init__(self, config: RunConfig, out: Path, *, resume: bool = False, progress: bool = True) -> None:
         self.config, self.out, self.progress = config, Path(out), progress
         self.hash = config_hash(config)
         claim(self.out, config, resume)
+        self.lock = FolderLock(self.out)
+        try:
+            self._open(resume)
+        except BaseException:  # whoever caught it may hold on to this object, and so to the lock
+            self.lock.release()
+            raise
+
+    def _open(self, resume: bool) -> None:
+        config = self.config
         if config.train.threads:
             torch.set_num_threads(config.train.threads)
         self.device = resolve_device(config.train.device)
@@ -76,17 +87,17 @@ class Trainer:
         self.model = build_model(config.model).to(self.device).train()
         self.optimizer = make_optimizer(self.model, config.optim)
         self.checkpoints = Checkpoints(self.out, self.hash, config.train.keep)
-        self.state = State()
-        self.saved_step = -1
-        skipped = self._restore() if resume else []
+        self.state, skipped = restore(self.checkpoints, self.model, self.optimizer) if resume else (State(), [])
+        self.saved_step = self.state.step or -1
+        self.drawn_step = -1
         begun = config.train.init_from and not self.state.step  # a resumed run does not need its source any more
         initial = {"init_from": load_initial(self.model, config)} if begun else {}
-        self.data = open_data(config, progress)
+        self.data = open_data(config, self.progress)
         self.train_split, self.val_split = (self.data.split(name, config.data.windows) for name in ("train", "val"))
         for split in (self.train_split, self.val_split):
             split.require(config.model.context + 1)
         if self.state.text_sha256 not in ("", self.train_split.sha256):
-            raise ConfigError(f"{self.data.folder} is not the text {out} began with: restore it, or start anew.")
+            raise ConfigError(f"{self.data.folder} is not the text {self.out} began with: restore it, or start anew.")
         self.state.text_sha256 = self.train_split.sha256
         self._choose_precision()
         forget_after(self.out / "metrics.jsonl", self.state.step)
@@ -95,27 +106,8 @@ class Trainer:
             write_headers(self.out, config, facts | initial)
         self.log = MetricsLog(self.out / "metrics.jsonl")
         if resume:
-            self.log.write("event", self.state.step, event="resume", skipped=skipped)
-        self.last_eval: Evaluation | None = None
-
-    def _restore(self) -> list[str]:
-        """Load the newest sound checkpoint; returns why each newer one was skipped."""
-        skipped: list[str] = []
-        for folder in self.checkpoints.newest_first():
-            try:
-                weights, moments, state = self.checkpoints.read(folder, self.model)
-            except CheckpointError as error:
-                skipped.append(str(error))
-                print(f"skipped a checkpoint: {error}", file=sys.stderr)
-                continue
-            self.model.load_state_dict(weights)
-            restore_optimizer(self.model, self.optimizer, moments, state.step)
-            self.state, self.saved_step = state, state.step
-            self.checkpoints.point(state)
-            print(f"resuming from {folder}", file=sys.stderr)
-            return skipped
-        print(f"{self.out} has no sound checkpoint: starting from step 0", file=sys.stderr)
-        return skipped
+            changed = changed_environment(self.out, self.device)
+            self.log.write("event", self.state.step, event="resume", skipped=skipped, changed=changed)
 
     def _choose_precision(self) -> None:
         width = self.config.model.d_model
@@ -126,7 +118,7 @@ class Trainer:
             self.state.peak, self.state.peak_source = peak_flops(self.device, self.dtype)
 
     def run(self, max_seconds: float | None = None) -> int:
-        """Train to the last step, or to a signal or time limit; returns the exit code (0, 130 or 143).
+        """Train to the last step, or to a signal or time limit; returns the exit code (0, 129, 130 or 143).
 
         Raises NonFiniteError where the loss or a gradient is not finite.
         """
@@ -139,8 +131,8 @@ class Trainer:
                     row = self.optimizer_step()
                     display.update(self.state.step, row["loss"], row["tokens_per_s"], row["mfu"])
                     last = self.state.step == config.steps
-                    code = interrupt.exit_code
                     improved = (last or self.state.step % config.eval_every == 0) and self.validate(display)
+                    code = interrupt.exit_code
                     if last or improved or code is not None or self.state.step % config.checkpoint_every == 0:
                         self.save()
                     if code is not None and not last:
@@ -149,10 +141,16 @@ class Trainer:
                         how = f"go on with --resume (grt train --resume --out {self.out})"
                         display.say(f"{what}: saved step {self.state.step}; {how}")
                         return code
+                self._draw()  # a kill may have come between the last checkpoint and its curve
             return 0
         finally:
             display.close()
-            self.log.close()
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the folder; `run` does so itself."""
+        self.log.close()
+        self.lock.release()
 
     def _say_start(self, display: Display) -> None:
         model, split = self.config.model, self.val_split
@@ -186,10 +184,10 @@ class Trainer:
             total += loss.total.item() / config.n_slots
             lm += loss.lm.item() / config.n_slots
             if not np.isfinite(total):
-                self._stop_non_finite("loss", slot)
+                self._stop_non_finite("loss", slot, [depth.steps])
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if not torch.isfinite(norm):  # clipping by it would spoil every gradient, and hide where it came from
-            self._stop_non_finite("gradient", config.n_slots - 1)
+            self._stop_non_finite("gradient", config.n_slots - 1, depths)
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.optim.grad_clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -218,16 +216,17 @@ class Trainer:
             depth = depth or self.sampler(config.train.seed, step, slot)
             return self.model.loss(ids.to(self.device), targets.to(self.device), depth, ctx)
 
-    def _stop_non_finite(self, what: str, slot: int) -> None:
+    def _stop_non_finite(self, what: str, slot: int, depths: list[int]) -> None:
         step = self.state.step
-        depth = self.sampler(self.config.train.seed, step, slot).steps
-        self._stop(step + 1, what, depth, first_offender(self.model, lambda ctx: self.slot_loss(step, slot, ctx)))
+        self._stop(step + 1, what, depths, first_offender(self.model, lambda ctx: self.slot_loss(step, slot, ctx)))
 
-    def _stop(self, step: int, what: str, depth: int, offender: str) -> NoReturn:
-        self.log.write("event", self.state.step, event="nonfinite", what=what, depth=depth, module=offender)
+    def _stop(self, step: int, what: str, depths: list[int], offender: str) -> NoReturn:
+        """depths: those that may be to blame; a gradient is the sum over all slots of a step."""
+        self.log.write("event", self.state.step, event="nonfinite", what=what, depth=depths, module=offender)
+        named = f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
         raise NonFiniteError(
-            f"the {what} is not finite at step {step} (depth {depth}), first in {offender}: the last checkpoint is "
-            "untouched; try a smaller --optim.lr or --train.dtype fp32."
+            f"the {what} is not finite at step {step} ({named}), first in {offender}: the last checkpoint is "
+            "untouched; try a smaller --optim.lr or --train.dtype fp32 in a new folder."
         )
 
     def _peak_bytes(self) -> int:
@@ -246,10 +245,10 @@ class Trainer:
             self.model, self.val_split, limit=config.train.eval_windows, batch_size=config.train.batch_size,
             dtype=self.dtype,
         )  # fmt: skip
-        self.last_eval, losses = result, result.loss_by_depth
+        losses = result.loss_by_depth
         if bad := [k for k, loss in losses.items() if not np.isfinite(loss)]:
             offender = first_offender(self.model, lambda ctx: self.slot_loss(step, 0, ctx))
-            self._stop(step, "validation loss", bad[0], offender)
+            self._stop(step, "validation loss", bad[:1], offender)
         bits = result.bits_per_byte(R)
         self.log.write(
             "eval", step, split="val", tokens=result.tokens, loss=losses[R],
@@ -275,14 +274,14 @@ class Trainer:
         self.checkpoints.save(self.model, self.optimizer, self.state)
         self.saved_step = self.state.step
         self.log.write("event", self.state.step, event="save")
-        draw_curve([self.out], self.out / "curve.png")
+        self._draw()
 
-
-def train(
-    config: RunConfig, out: str | Path, *, resume: bool = False, max_seconds: float | None = None, progress: bool = True
-) -> int:
-    """Train `config` into the folder `out`; returns 0, or 130 and 143 after a signal (a checkpoint is saved).
-
-    Raises ConfigError for settings that cannot work, NonFiniteError when the loss blows up.
-    """
-    return Trainer(config, Path(out), resume=resume, progress=progress).run(max_seconds)
+    def _draw(self) -> None:
+        if self.drawn_step == self.state.step:
+            return
+        path = self.out / "curve.png"
+        try:
+            draw_curve([self.out], path)
+        except Exception as error:  # whatever ails a picture, training goes on
+            print(f"warning: {path} cannot be drawn ({' '.join(str(error).split())})", file=sys.stderr)
+        self.drawn_step = self.state.step

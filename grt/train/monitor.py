@@ -40,8 +40,12 @@ class Recorder:
 
 @torch.no_grad()
 def monitor(model: RecurrentDepthModel, ids: Tensor, dtype: torch.dtype) -> dict[str, list[float]]:
-    """Per step: gate mean, sd and saturation (share outside .01-.99), ||h_r - h_{r-1}|| / ||h_r||, and the state
-    noise's share of the state it is added to. ids (B, T). Draws from a generator of its own."""
+    """Per step: gate mean, sd and saturation (share outside .01-.99), ||h_r - h_{r-1}|| / ||h_r||, and the ratio of
+    the state noise's norm to that of the state it is added to. ids (B, T). Draws from a generator of its own.
+
+    The model stays in the mode it is in. A training run's is in training mode, so that all of this is with state and
+    gate noise on: it describes the pass whose gradients are taken, and without noise there is no ratio.
+    """
     recorder = Recorder()
     with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []):
         torch.manual_seed(0)

@@ -28,16 +28,19 @@ def figure_of_losses(x_label: str, out: Path) -> Iterator[Any]:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    yield axes
-    axes.set_xlabel(x_label)
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    if axes.has_data():
-        axes.legend(fontsize=8)
     temporary = out.with_name(f".{out.name}.tmp.png")
-    figure.savefig(temporary, dpi=120, format=out.suffix.lstrip(".") or "png")
-    plt.close(figure)
-    temporary.replace(out)
+    try:
+        yield axes
+        axes.set_xlabel(x_label)
+        axes.set_ylabel("loss (nats per token)")
+        axes.grid(alpha=0.3)
+        if axes.has_data():
+            axes.legend(fontsize=8)
+        figure.savefig(temporary, dpi=120, format=out.suffix.lstrip(".") or "png")
+        temporary.replace(out)
+    finally:  # a training run goes on after a picture that failed
+        plt.close(figure)
+        temporary.unlink(missing_ok=True)
 
 
 @dataclass
@@ -82,6 +85,7 @@ def _draw_run(axes: Any, run: Path, label: str) -> None:
     tokens_per_step = train[0]["tokens"] / train[0]["step"] if train else 1
     for i, depth in enumerate(depths):
         color = plt.get_cmap("viridis")(i / max(1, len(depths) - 1) * 0.9)
-        points = [(row["step"] * tokens_per_step, row["loss_by_depth"][str(depth)]) for row in evals]
+        logged = [row for row in evals if str(depth) in row["loss_by_depth"]]
+        points = [(row["step"] * tokens_per_step, row["loss_by_depth"][str(depth)]) for row in logged]
         name = f"validation, depth {depth}" if len(depths) > 1 else "validation"
         axes.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1, color=color, label=label + name)
