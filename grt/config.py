@@ -189,7 +189,7 @@ class TrainConfig:
     checkpoint_every: int = operational(500)
     """Steps between two checkpoints; the last step always has one."""
     keep: int = operational(2)
-    """Checkpoints to keep besides the best one."""
+    """Newest checkpoints to keep; the best one stays too, even if it is older."""
 
     def __post_init__(self) -> None:
         counts = ("steps", "tokens_per_step", "batch_size", "eval_every", "eval_windows", "checkpoint_every", "keep")
