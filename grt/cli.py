@@ -1,7 +1,7 @@
 """`grt`: train, evaluate and use depth-recurrent language models.
 
 Finds the subcommand, and turns every error that a user can mend into one line. Exit codes: 0; 2 bad input; 3
-non-finite loss; 130 Ctrl-C, 143 SIGTERM and 129 a closed terminal, all after a saved checkpoint; anything else is a defect.
+non-finite loss; 130 Ctrl-C, 143 SIGTERM and 129 a closed terminal, after a saved checkpoint; others are a defect.
 """
 
 import io
