@@ -62,14 +62,15 @@ class GRT(UpdateRule):
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         weight, from_anchor = ctx.carry["gate"]
         a = self.gate.down(F.silu(F.linear(self.ln_state(h), weight) + from_anchor))
-        a = self.noisy(a.to(h.dtype) / self.tau, self.sigma_g, "gate_noise", ctx)
+        a = a.to(h.dtype) if self.tau == 1 else a.to(h.dtype) / self.tau  # a division by one still reads all of a
+        a = self.noisy(a, self.sigma_g, "gate_noise", ctx)
         g = ctx.tap("gate", torch.sigmoid(a))  # eq:gate
         return torch.lerp(o, h, g)  # eq:gate_update: o + g (h - o), exact at g = 0 and g = 1
 
     def noisy(self, x: Tensor, sigma: float, name: str, ctx: LoopContext) -> Tensor:
         if not self.training or sigma == 0:
             return x
-        return x + ctx.tap(name, sigma * torch.randn_like(x))
+        return x + ctx.tap(name, torch.empty_like(x).normal_(0, sigma))
 
     def flops(self, steps: int) -> int:
         # 4 d^2 for the anchor halves, once; 2 d^2 each for the state halves and the gate's second layer, per step.
