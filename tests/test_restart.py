@@ -1,6 +1,7 @@
 """Preparing on several processes, after a kill, on a full disk: the shards are always the same bytes, or none."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from grt.cli import main
 from grt.data import encode, partial
-from grt.data.encode import jobs, pieces
+from grt.data.encode import encoded, jobs, pieces
 from grt.data.prepare import load_prepared, prepare
 from grt.data.tokenizer import get_tokenizer
 
@@ -263,3 +264,15 @@ def test_prepare_from_the_command_line(texts, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     meta = load_prepared(tmp_path / "out").meta
     assert meta["tokenizer"]["name"] == "gpt2" and sum(s["documents"] for s in meta["splits"].values()) in (11, 22)
+
+
+def test_an_interrupt_ends_the_workers_at_once():
+    """Also while jobs are on their way to them, when an orderly shutdown could wait for ever."""
+    texts = ([("train", "some text " * 50_000, True)] for _ in range(200))
+    results = encoded(texts, get_tokenizer("bytes"), workers=2)
+    next(results)
+    assert multiprocessing.active_children()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        results.throw(KeyboardInterrupt())
+    assert time.monotonic() - started < 10 and not multiprocessing.active_children()

@@ -82,6 +82,7 @@ def encoded(source: Iterable[Job], tokenizer: Tokenizer, workers: int) -> Iterat
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer.name,))
     waiting = deque()
+    finished = False
     try:
         for job in source:
             waiting.append(pool.submit(_encode_in_worker, job))
@@ -89,7 +90,12 @@ def encoded(source: Iterable[Job], tokenizer: Tokenizer, workers: int) -> Iterat
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+        finished = True
     finally:
+        if not finished:
+            # An interrupt can fall while a job is being sent: its worker then waits for the rest, and shutdown for it.
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
         pool.shutdown(cancel_futures=True)
 
 
