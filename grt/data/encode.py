@@ -5,6 +5,7 @@ their size alone, so that ids and their order don't depend on the number of work
 """
 
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -104,6 +105,7 @@ _worker_tokenizer: Tokenizer | None = None
 
 def _start_worker(name: str) -> None:
     global _worker_tokenizer  # noqa: PLW0603
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     _worker_tokenizer = get_tokenizer(name)
 

@@ -125,7 +125,7 @@ def comparison_report(folders: list[Path], axis: Axis, out: Path) -> dict[str, A
 def show_comparison(report: dict[str, Any]) -> None:
     console, table = Output(), Table()
     for column in ("run", "name", "method", "layout", "parameters", "tokens", "training FLOPs", "seconds",
-                   "validation loss", "bits per byte", "best step"):  # fmt: skip
+                   "last validation loss", "bits per byte", "best step"):  # fmt: skip
         table.add_column(column, justify="left" if column in ("run", "name", "method", "layout") else "right")
     for row in report["rows"]:
         table.add_row(

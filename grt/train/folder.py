@@ -34,9 +34,9 @@ def claim(out: Path, config: RunConfig, resume: bool) -> None:
     if (out / "config.json").exists():
         there = load(out / "config.json")
         if config_hash(there) != config_hash(config):
-            raise ConfigError(
-                f"{out} holds another run ({there.name}: {difference(there, config)}): give --out a new folder."
-            )
+            remedy = f"go on with it by `grt train --resume --out {out}`, or " if resume else ""
+            what = f"{out} holds another run ({there.name}: {difference(there, config)})"
+            raise ConfigError(f"{what}: {remedy}give --out a new folder.")
         if not resume:
             raise ConfigError(f"{out} already holds this run: add --resume to go on, or give --out a new folder.")
     elif out.exists() and any(p.name not in ("env.json", LOCK) and p.suffix != ".tmp" for p in out.iterdir()):
