@@ -1,7 +1,5 @@
 """The subcommands of `grt`: each a dataclass, whose fields are its options, and a thin function.
-
-Nothing here imports torch before a subcommand needs it, so `grt --help` answers at once.
-"""
+Nothing here imports torch before a subcommand needs it, so `grt --help` answers at once."""
 
 import json
 import shutil
@@ -71,10 +69,12 @@ class Train:
 def run_train(arguments: list[str]) -> int:
     base, arguments = starting_config(arguments)
     command = parse(Train, arguments, "train PRESET", Train(out=tyro.MISSING, run=base))
-    kept = command.resume and command.run.data.path == base.data.path  # as the run to resume wrote it
-    if not kept and command.run.data.path not in ("builtin", "stdlib") and Path(command.run.data.path).exists():
-        # The run must find its text from wherever it is evaluated or resumed.
-        command.run = change(command.run, data={"path": str(Path(command.run.data.path).resolve())})
+    from grt.data.corpus import RESERVED
+
+    text = command.run.data.path
+    kept = command.resume and text == base.data.path  # as the run to resume wrote it
+    if not kept and text not in RESERVED and Path(text).exists():  # found from wherever the run is evaluated or resumed
+        command.run = change(command.run, data={"path": str(Path(text).resolve())})
     given = {"init_from": command.init_from, "device": command.device}
     config = change(command.run, train={name: value for name, value in given.items() if value is not None})
     return train_and_show(config, command.out, command.resume, command.max_time)

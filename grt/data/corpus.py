@@ -26,6 +26,7 @@ MIN_SOURCE_BYTES = 1024
 # Written at build time (compilers, commit), patched in the Windows wheels (__init__), or only in those of Python 3.11.
 GENERATED = ("numpy/__config__.py", "numpy/version.py", "numpy/__init__.py", "numpy/distutils/")
 STDLIB_LEFT_OUT = ("site-packages/", "dist-packages/", "_sysconfigdata", "config-")
+RESERVED = ("builtin", "stdlib")  # names of corpora, also where a folder of that name exists
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from grt.config import ConfigError
-from grt.data.corpus import open_corpus, split_sources
+from grt.data.corpus import RESERVED, open_corpus, split_sources
 from grt.data.meta import FORMAT
 from grt.data.remote import cache_folder
 from grt.data.shards import Prepared, load_if_intact, load_prepared, read_meta, write_prepared
@@ -31,9 +31,6 @@ __all__ = ["Prepared", "cache_folder", "load_prepared", "prepare"]
 
 SHARD_TOKENS = 100_000_000
 OURS = re.compile(r"meta\.json|journal\.jsonl|tokenizer\.json|(train|val)-\d{5}\.bin|(train|val)\.idx")
-
-
-RESERVED = ("builtin", "stdlib")  # names of corpora, also where a folder of that name exists
 
 
 def open_source(source: str, *, tokenizer: str, val_fraction: float, field: str, **options: Any) -> Prepared:

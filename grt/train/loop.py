@@ -82,7 +82,6 @@ class Trainer:
             torch.set_num_threads(config.train.threads)
         self.device = resolve_device(config.train.device)
         self.sampler = depth_sampler(config.model, config.train.depth)
-        # Text comes after what can be refused without it: preparing it may take long.
         torch.manual_seed(slot_seed(config.train.seed, -1, 0))
         self.model = build_model(config.model).to(self.device).train()
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -92,6 +91,7 @@ class Trainer:
         self.drawn_step = -1
         begun = config.train.init_from and not self.state.step  # a resumed run does not need its source any more
         initial = {"init_from": load_initial(self.model, config)} if begun else {}
+        # Text comes after what can be refused without it: preparing it may take long.
         self.data = open_data(config, self.progress)
         self.train_split, self.val_split = (self.data.split(name, config.data.windows) for name in ("train", "val"))
         for split in (self.train_split, self.val_split):
