@@ -81,6 +81,38 @@ class ModelConfig:
     """GRT: sigma_x, standard deviation of the state noise in training (eq:proj)."""
     gate_noise: float = 0.1
     """GRT: sigma_g, standard deviation of the gate noise in training (eq:gate)."""
+    start_std: float = 0.4**0.5
+    """Poisson: standard deviation of the random state that the loop starts from."""
+    mean_depth: float = 0.0
+    """Poisson: r-bar, the mean of the drawn depth less one; 0: R - 1."""
+    depth_sigma: float = 0.5
+    """Poisson: sigma of the log-normal rate that the depth is drawn at."""
+    depth_cap: int = 0
+    """Poisson: deepest depth that is drawn; 0: 4R."""
+    grad_steps: int = 8
+    """Poisson: how many of the last steps carry gradient."""
+    lora_rank: int = 8
+    """RRT: rank of each step's low-rank deltas."""
+    lora_scale: float = 2.0
+    """RRT: factor of the deltas (alpha / rank)."""
+    lora_targets: str = "attn.qkv,attn.out,mlp.up,mlp.down"
+    """RRT: the linears of a block that have deltas, with commas between them."""
+    capacities: str = ""
+    """MoR: share of the tokens that each step keeps, with commas between them; empty: R/R, ..., 2/R, 1/R."""
+    router: Literal["linear", "mlp"] = "linear"
+    """MoR: what scores a token, one linear or two."""
+    router_scale: float = 0.1
+    """MoR: alpha, the factor of a router's weight on what a step adds."""
+    router_loss: float = 1e-3
+    """MoR: weight of the routers' own loss (auxiliary or balancing)."""
+    router_z_loss: float = 0.0
+    """MoR: weight of the mean squared log-sum-exp of the router's scores."""
+    eval_routing: Literal["threshold", "topk"] = operational("threshold")
+    """MoR: who goes on outside of training: scores above the threshold, or the best of the sequence (sees the future)."""
+    exit_beta: float = 0.05
+    """Ouro: weight of the entropy of the exit distribution."""
+    loop_carry: Literal["normed", "raw"] = "normed"
+    """Ouro: what the next step reads of a state, its final norm or itself."""
 
     def __post_init__(self) -> None:
         finite("model", self)
@@ -166,6 +198,10 @@ class OptimConfig:
 class TrainConfig:
     init_from: str = ""
     """A run, checkpoint or model folder whose weights to start from; everything else starts anew."""
+    init_tie: Literal["average", "stepwise"] = "average"
+    """A core step's weights from a dense model of as many layers: the mean of the tied layers, or evenly spaced ones."""
+    stage: Literal[1, 2] = 1
+    """2: train only what the method adds in a second stage (Ouro: the exit gate), from a run of the first one."""
     steps: int = 20_000
     """Optimizer steps."""
     tokens_per_step: int = 491_520
@@ -182,6 +218,8 @@ class TrainConfig:
     """Where to train."""
     threads: int = operational(0)
     """CPU threads; 0: as many as torch takes by itself."""
+    recompute: Literal["auto", "none", "readout"] = operational("auto")
+    """Coda and head again in the backward pass instead of kept; auto: where the loss reads out more than one state."""
     eval_every: int = operational(250)
     """Steps between two validations; the last step always has one."""
     eval_windows: int = operational(64)

@@ -185,7 +185,7 @@ def info_report(what: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = build_model(config.model)
     R, context = config.model.blocks.R, config.model.context
-    mean = depth_sampler(config.model, config.train.depth).mean
+    sampler = depth_sampler(config.model, config.train.depth)
     return {
         "name": config.name,
         "layout": config.model.layout,
@@ -195,9 +195,12 @@ def info_report(what: str) -> dict[str, Any]:
             "paper": cost.paper_flops(config.model, context),
             "executed": cost.executed_flops(model, R, context),
             "head": cost.head_flops(config.model),
-            "train_mean": cost.forward_flops(model, mean, context),
+            "train_mean": cost.mean_over_depths(
+                sampler, lambda depth: cost.training_forward_flops(model, depth.steps, context)
+            ),
+            "training": cost.mean_over_depths(sampler, lambda depth: cost.training_flops(model, depth, context)),
         },
-        "kv_bytes_per_token": cost.kv_bytes_per_token(config.model),
+        "kv_bytes_per_token": cost.kv_bytes_per_token(model),
         "decode_memory_bytes": cost.decode_memory(model),
         "block_executions": config.model.blocks.n_executions(),
     }

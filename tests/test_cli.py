@@ -429,7 +429,7 @@ def test_info_of_a_preset(document):
     assert (report["name"], report["layout"], report["method"]) == ("grt-nano", "1+1x6+1", "grt")
     assert report["block_executions"] == 8
     assert report["parameters"].keys() == {"total", "without_positions", "without_embeddings", "padding"}
-    assert report["flops_per_token"].keys() == {"paper", "executed", "head", "train_mean"}
+    assert report["flops_per_token"].keys() == {"paper", "executed", "head", "train_mean", "training"}
     assert report["kv_bytes_per_token"].keys() == report["decode_memory_bytes"].keys()
     assert all(by_batch.keys() == {"1", "32"} for by_batch in report["decode_memory_bytes"].values())
 

@@ -11,7 +11,8 @@ from tiny import finish, quick, rows, tiny, write_text
 from grt import cli
 from grt.config import ConfigError
 from grt.methods import build_model
-from grt.model.cost import forward_flops
+from grt.model.cost import training_flops
+from grt.model.depth import Depth
 from grt.presets import change
 from grt.train import compare
 from grt.train.compare import Finished, comparison_report
@@ -52,7 +53,7 @@ def naive_flops(run) -> float:
     for row in rows(run, "train"):
         for depth in row["depth"]:
             tokens = config.train.batch_size * config.model.context
-            total += 3 * tokens * forward_flops(model, depth, config.model.context)
+            total += tokens * training_flops(model, Depth(depth), config.model.context)
     return total
 
 
@@ -97,8 +98,8 @@ def test_the_logged_depths_count(runs, tmp_path):
             row["depth"] = [3, 3]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     with torch.device("meta"):
-        each = forward_flops(build_model(Finished(folder).config.model), 3, 16)
-    assert Finished(folder).row()["training_flops"] == pytest.approx(30 * 128 * 3 * each)
+        each = training_flops(build_model(Finished(folder).config.model), Depth(3), 16)
+    assert Finished(folder).row()["training_flops"] == pytest.approx(30 * 128 * each)
 
 
 def test_the_axis_of_the_curves(runs, tmp_path, monkeypatch):

@@ -161,7 +161,8 @@ def other_value(section: str, field: dataclasses.Field):
     special = {
         ("model", "layout"): "2+5x4+2", ("model", "method"): "grt", ("model", "d_model"): 960, ("model", "n_heads"): 6,
         ("model", "context"): 512, ("train", "depth"): "fixed", ("train", "dtype"): "fp32", ("train", "device"): "cpu",
-        ("train", "batch_size"): 4, ("train", "tokens_per_step"): 2 * 8 * 1024, ("optim", "warmup_steps"): 1,
+        ("model", "mean_depth"): 3.0, ("model", "router_z_loss"): 1e-5,
+        ("train", "stage"): 2, ("train", "batch_size"): 4, ("train", "tokens_per_step"): 2 * 8 * 1024, ("optim", "warmup_steps"): 1,
     }  # fmt: skip
     if (section, field.name) in special:
         return special[section, field.name]
@@ -189,7 +190,7 @@ def test_operational_fields_are_these():
     names = {f"{section}.{field.name}" for section, field in FIELDS if field.metadata.get("operational")}
     assert names == {
         "model.vocab_multiple", "train.device", "train.threads", "train.eval_every", "train.eval_windows",
-        "train.checkpoint_every", "train.keep",
+        "train.checkpoint_every", "train.keep", "train.recompute", "model.eval_routing",
     }  # fmt: skip
     assert config_hash(replace(RunConfig(), name="another")) == config_hash(RunConfig())
 

@@ -85,7 +85,6 @@ def test_executed_flops_are_what_torch_counts(method, layout, tokens):
             model(ids, Depth(k))
         per_token = cost.executed_flops(model, k, tokens) + cost.head_flops(model.config)
         assert counter.get_total_flops() == tokens * per_token
-        assert cost.forward_flops(model, k, tokens) == per_token
 
 
 def test_head_flops_are_what_torch_counts():
@@ -98,9 +97,12 @@ def test_head_flops_are_what_torch_counts():
 @pytest.mark.parametrize("method", METHODS)
 def test_cost_at_the_mean_depth_is_the_mean_cost(method):
     model = on_meta(method, "1+2x6+1", d_model=16, n_heads=2, context=64, vocab_size=23)
-    each = [cost.forward_flops(model, k, 64) for k in range(1, 7)]
-    assert cost.forward_flops(model, depth_sampler(model.config).mean, 64) == pytest.approx(sum(each) / 6, rel=1e-12)
-    assert len(set(each)) == 6
+    sampler = depth_sampler(model.config)
+    each = {r: cost.training_forward_flops(model, r, 64) for r in sampler.probabilities}
+    assert len(set(each.values())) == len(each)
+    want = sum(p * each[r] for r, p in sampler.probabilities.items())
+    assert cost.mean_over_depths(sampler, lambda depth: each[depth.steps]) == pytest.approx(want, rel=1e-12)
+    assert sum(sampler.probabilities.values()) == pytest.approx(1, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +136,11 @@ def test_iso_flop_is_not_iso_by_eq_flops(layout, dense, ratio):
 
 
 def test_kv_bytes():
-    grt = ModelConfig(method="grt", layout="2+5x4+2", d_model=1024, n_heads=16)
+    grt = paper_size("grt", "M", "2+5x4+2")
     shared = 4 * 1024 * (2 + 5 + 2)
     want = {"full": 4 * 1024 * 24, "first": shared, "last": shared, "mean": shared, "first:all": shared}
     assert cost.kv_bytes_per_token(grt) == want
-    dense = cost.kv_bytes_per_token(ModelConfig(layout="24L", d_model=1024, n_heads=16))
+    dense = cost.kv_bytes_per_token(paper_size("ladder", "M", "24L"))
     assert set(dense.values()) == {4 * 1024 * 24}
 
 

@@ -22,7 +22,7 @@ from grt.config import ConfigError, OptimConfig
 from grt.data.loader import batch
 from grt.evals.loss import Evaluation
 from grt.methods import build_model
-from grt.model.cost import forward_flops
+from grt.model.cost import training_forward_flops
 from grt.presets import change, grt_nano
 from grt.train.log import MetricsLog, read_metrics
 from grt.train.loop import Trainer, slot_seed
@@ -103,7 +103,7 @@ def test_speed_follows_from_time_and_flops(config, trained):
     row, model = rows(trained[0], "train")[-1], trained[1].model
     before = rows(trained[0], "train")[-2]["seconds"]
     assert row["tokens_per_s"] == pytest.approx(128 / (row["seconds"] - before), rel=1e-6)
-    per_token = [forward_flops(model, depth, 16) for depth in row["depth"]]
+    per_token = [training_forward_flops(model, depth, 16) for depth in row["depth"]]
     assert row["mfu"] == pytest.approx(3 * np.mean(per_token) * row["tokens_per_s"] / 1e12, rel=1e-9)
 
 

@@ -5,19 +5,32 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from grt.config import ConfigError, ModelConfig
-from grt.methods.grt import GRT
+from grt.methods.grt import GRT, Reinjection
+from grt.methods.ladder import StateNoise
 from grt.model.depth import DepthSampler, fixed, uniform
-from grt.model.recurrent import RecurrentDepthModel, UpdateRule
+from grt.model.recurrent import RecurrentDepthModel
+from grt.model.rule import UpdateRule
 
 
 class Method(NamedTuple):
     rule: type[UpdateRule]
-    sampler: Callable[[int], DepthSampler]  # of R
+    sampler: Callable[[ModelConfig], DepthSampler]
+
+
+def any_depth(config: ModelConfig) -> DepthSampler:
+    """r ~ U{1..R} (subsec:depth_sampling)."""
+    return uniform(config.blocks.R)
+
+
+def full_depth(config: ModelConfig) -> DepthSampler:
+    return fixed(config.blocks.R)
 
 
 METHODS = {
-    "ladder": Method(UpdateRule, uniform),  # plain weight tying, the base of the paper's ablation ladder
-    "grt": Method(GRT, uniform),
+    "ladder": Method(UpdateRule, any_depth),  # plain weight tying, the base of the paper's ablation ladder
+    "ladder-noise": Method(StateNoise, any_depth),
+    "ladder-inject": Method(Reinjection, any_depth),
+    "grt": Method(GRT, any_depth),
 }
 
 
@@ -39,6 +52,7 @@ def build_model(config: ModelConfig) -> RecurrentDepthModel:
 
 def depth_sampler(config: ModelConfig, how: str = "method") -> DepthSampler:
     """Draws training depths: as the method does, or always R ("fixed")."""
-    if config.blocks.is_dense or how == "fixed":
-        return fixed(config.blocks.R)
-    return find_method(config).sampler(config.blocks.R)
+    if config.blocks.is_dense:
+        return fixed(0)
+    sampler = find_method(config).sampler(config)
+    return fixed(config.blocks.R, sampler.grad_steps) if how == "fixed" else sampler

@@ -17,7 +17,40 @@ from torch.nn import functional as F
 
 from grt.config import ModelConfig
 from grt.model.context import LoopContext
-from grt.model.recurrent import UpdateRule
+from grt.model.rule import UpdateRule
+
+
+def noisy(x: Tensor, sigma: float, name: str, ctx: LoopContext) -> Tensor:
+    """x plus fresh noise of standard deviation sigma, for training."""
+    return x + ctx.tap(name, torch.empty_like(x).normal_(0, sigma)) if sigma else x
+
+
+class Reinjection(UpdateRule):
+    """eq:proj: the core reads the noisy state together with the anchor h_pre. Its output is the next state.
+
+    The projection of [h ; h_pre] is split into halves, W [a ; b] = W_a a + W_b b: the half that sees only h_pre is the
+    same at every step and is applied once a pass.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.sigma_x = config.state_noise
+        self.proj = nn.Linear(2 * self.d, self.d, bias=False)  # columns [h | h_pre]
+
+    def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
+        proj_h, proj_pre = self.proj.weight.split(self.d, dim=1)
+        ctx.carry["proj"] = proj_h, F.linear(h_pre, proj_pre)
+        return h_pre
+
+    def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
+        weight, from_anchor = ctx.carry["proj"]
+        noisy_h = noisy(h, self.sigma_x, "state_noise", ctx) if self.training else h
+        u = F.linear(noisy_h, weight) + from_anchor  # eq:proj
+        return u.to(h.dtype)  # under autocast the core's residual stream stays as precise as the state
+
+    def flops(self, steps: int, tokens: int) -> int:
+        # 2 d^2 for the anchor's half, once; 2 d^2 for the state's half, per step.
+        return super().flops(steps, tokens) + tokens * 2 * (1 + steps) * self.d**2
 
 
 class Gate(nn.Module):
@@ -29,49 +62,32 @@ class Gate(nn.Module):
         self.down = nn.Linear(d, d)
 
 
-class GRT(UpdateRule):
-    """The gated update. Both projections of [. ; h_pre] are split into halves, W [a ; b] = W_a a + W_b b: the half
-    that sees only h_pre is the same at every step and is applied once a pass."""
+class GRT(Reinjection):
+    """The gated update. The gate's first layer is split into halves as the projection is."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        d = config.d_model
-        self.d = d
-        self.tau, self.gate_bias = config.gate_temperature, config.gate_bias
-        self.sigma_x, self.sigma_g = config.state_noise, config.gate_noise
-        self.proj = nn.Linear(2 * d, d, bias=False)  # columns [h | h_pre]
-        self.ln_state = nn.LayerNorm(d)
-        self.ln_anchor = nn.LayerNorm(d)
-        self.gate = Gate(d)
+        self.tau, self.gate_bias, self.sigma_g = config.gate_temperature, config.gate_bias, config.gate_noise
+        self.ln_state = nn.LayerNorm(self.d)
+        self.ln_anchor = nn.LayerNorm(self.d)
+        self.gate = Gate(self.d)
 
-    def init_parameters(self) -> None:
+    def init_parameters(self, model: nn.Module) -> None:
         nn.init.constant_(self.gate.down.bias, self.gate_bias)
 
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        proj_h, proj_pre = self.proj.weight.split(self.d, dim=1)
         gate_h, gate_pre = self.gate.up.weight.split(self.d, dim=1)
-        ctx.carry["proj"] = proj_h, F.linear(h_pre, proj_pre)
         ctx.carry["gate"] = gate_h, F.linear(self.ln_anchor(h_pre), gate_pre, self.gate.up.bias)
-        return h_pre
-
-    def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        weight, from_anchor = ctx.carry["proj"]
-        u = F.linear(self.noisy(h, self.sigma_x, "state_noise", ctx), weight) + from_anchor  # eq:proj
-        return u.to(h.dtype)  # under autocast the core's residual stream stays as precise as the state
+        return super().start(h_pre, ctx)
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         weight, from_anchor = ctx.carry["gate"]
         a = self.gate.down(F.silu(F.linear(self.ln_state(h), weight) + from_anchor))
         a = a.to(h.dtype) if self.tau == 1 else a.to(h.dtype) / self.tau  # a division by one still reads all of a
-        a = self.noisy(a, self.sigma_g, "gate_noise", ctx)
+        a = noisy(a, self.sigma_g, "gate_noise", ctx) if self.training else a
         g = ctx.tap("gate", torch.sigmoid(a))  # eq:gate
         return torch.lerp(o, h, g)  # eq:gate_update: o + g (h - o), exact at g = 0 and g = 1
 
-    def noisy(self, x: Tensor, sigma: float, name: str, ctx: LoopContext) -> Tensor:
-        if not self.training or sigma == 0:
-            return x
-        return x + ctx.tap(name, torch.empty_like(x).normal_(0, sigma))
-
-    def flops(self, steps: int) -> int:
-        # 4 d^2 for the anchor halves, once; 2 d^2 each for the state halves and the gate's second layer, per step.
-        return (4 + 6 * steps) * self.d**2
+    def flops(self, steps: int, tokens: int) -> int:
+        # 2 d^2 for the anchor's half, once; 2 d^2 each for the state's half and the second layer, per step.
+        return super().flops(steps, tokens) + tokens * 2 * (1 + 2 * steps) * self.d**2

@@ -15,6 +15,17 @@ from grt.model.context import LoopContext
 PRODUCTS_UP_TO = 512  # tokens; at 1,024 the fused kernel, which skips the future, has overtaken them
 
 
+def block_flops(d: int, tokens: int) -> int:
+    """One block, per token of a sequence of `tokens`: projections and MLP 24 d^2, attention products 4 T d (eq:flops)."""
+    return 24 * d * d + 4 * tokens * d
+
+
+def project(name: str, linear: nn.Linear, x: Tensor, ctx: LoopContext) -> Tensor:
+    """One of a block's four linears, and what a rule adds to it at this step."""
+    y = linear(x)
+    return y if ctx.adapt is None else ctx.adapt(name, x, y)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention, each (B, H, T, c): torch's fused kernel, except for training in bf16 on a CPU.
 
@@ -43,7 +54,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:
         B, T, d = x.shape
         # Split before the heads: the backward pass of unbinding a 5-d view would copy all of q, k, v once more.
-        thirds = self.qkv(x).split(d, dim=2)
+        thirds = project("attn.qkv", self.qkv, x, ctx).split(d, dim=2)
         q, k, v = (z.view(B, T, self.n_heads, -1).transpose(1, 2) for z in thirds)  # (B, H, T, d/H)
         if "attention" in ctx.taps:  # the fused kernel never forms the probabilities that a tap wants to see
             scores = (q @ k.transpose(-2, -1)) / math.sqrt(d // self.n_heads)
@@ -51,7 +62,7 @@ class Attention(nn.Module):
             y = ctx.tap("attention", scores.masked_fill(future, -math.inf).softmax(-1)) @ v
         else:
             y = attend(q, k, v)
-        return self.out(y.transpose(1, 2).reshape(B, T, d))
+        return project("attn.out", self.out, y.transpose(1, 2).reshape(B, T, d), ctx)
 
 
 class MLP(nn.Module):
@@ -62,8 +73,8 @@ class MLP(nn.Module):
         self.up = nn.Linear(d, 4 * d)
         self.down = nn.Linear(4 * d, d)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+    def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:
+        return project("mlp.down", self.down, F.gelu(project("mlp.up", self.up, x, ctx), approximate="tanh"), ctx)
 
 
 class Block(nn.Module):
@@ -78,14 +89,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:
         x = x + self.attn(self.ln1(x), ctx)
-        return x + self.mlp(self.ln2(x))
+        return x + self.mlp(self.ln2(x), ctx)
 
 
 class Stack(nn.ModuleList):
     """Blocks one after the other: prelude, core or coda (possibly empty)."""
 
-    def __init__(self, section: str, n_blocks: int, d: int, n_heads: int) -> None:
-        super().__init__(Block(d, n_heads) for _ in range(n_blocks))
+    def __init__(self, section: str, n_blocks: int, d: int, n_heads: int, block: type[Block] = Block) -> None:
+        super().__init__(block(d, n_heads) for _ in range(n_blocks))
         self.section = section
 
     def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:

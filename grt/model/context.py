@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Tap = Callable[[Tensor, "LoopContext"], Tensor | None]
+Adapt = Callable[[str, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -14,7 +15,10 @@ class LoopContext:
     """Scratch of one pass: where the loop is, who listens, and what a rule keeps for itself.
 
     taps: name -> function(x, ctx). What the function returns takes the place of x (None: x stays), so recording and
-    intervening are the same thing. Names: anchor, input, proposal, gate, state, attention, state_noise, gate_noise.
+    intervening are the same thing. Names: anchor, input, proposal, gate, state, attention, state_noise, gate_noise; and
+    of methods other than GRT those that their files name.
+    adapt: function(name, x, y) that turns the output y of a block's linear `name` on x into what takes its place.
+    recompute: the loss computes its read-outs (coda, head) again in the backward pass instead of keeping them.
     """
 
     taps: Mapping[str, Tap] = field(default_factory=dict)
@@ -23,6 +27,10 @@ class LoopContext:
     block: int = 0  # index within the section
     carry: dict[str, Any] = field(default_factory=dict)  # a rule's own scratch
     aux: list[Tensor] = field(default_factory=list)  # auxiliary losses, already weighted
+    norm: nn.Module | None = None  # the model's final norm, for a rule that also norms inside the loop
+    adapt: Adapt | None = None
+    recompute: bool = False
+    seed: int = 0  # with a position, the key of what a rule draws outside of training
 
     def tap(self, name: str, x: Tensor) -> Tensor:
         """x, or what the function registered under `name` makes of it."""

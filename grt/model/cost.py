@@ -4,11 +4,18 @@ Conventions, each under its own name:
 - parameters: `total`, `without_positions` (nanoGPT's count), `without_embeddings`; a shared weight counts once. All
   of this, FLOPs and bytes too, is for the true vocabulary; `padding` names the parameters in rows of padding, apart.
 - FLOPs per token of one forward pass: `paper` is eq:flops (T^2 in full, no head); `executed` is what this code runs
-  (GRT's anchor halves once a pass), head apart; `train_mean` is executed + head at the mean drawn depth.
+  (GRT's anchor halves once a pass), head apart; `train_mean` is the mean over the drawn depths of what a pass of
+  training runs, with every read-out that the loss asks for; `training` adds the backward pass, twice the forward one
+  except for the steps that truncated back-propagation leaves out.
 - KV bytes in bf16 (2 bytes), keys and values of one token: 4 d for each slot.
 """
 
-from grt.config import Layout, ModelConfig
+import math
+from collections.abc import Callable
+
+from grt.config import ModelConfig
+from grt.model.block import block_flops
+from grt.model.depth import Depth, DepthSampler
 from grt.model.recurrent import RecurrentDepthModel
 
 
@@ -24,42 +31,49 @@ def parameters(model: RecurrentDepthModel) -> dict[str, int]:
     }
 
 
-def block_flops(d: int, tokens: int) -> int:
-    """One block, per token of a sequence of `tokens`: projections and MLP 24 d^2, attention products 4 T d."""
-    return 24 * d * d + 4 * tokens * d
-
-
 def paper_flops(config: ModelConfig, tokens: int) -> int:
     """eq:flops, per token: block executions plus 10 d^2 per recurrence (also for methods that do without a gate)."""
     layout, d = config.blocks, config.d_model
     return layout.n_executions() * block_flops(d, tokens) + layout.R * 10 * d * d
 
 
-def executed_flops(model: RecurrentDepthModel, steps: int, tokens: int) -> int:
-    """Per token, without the head; equal to torch's FlopCounterMode."""
-    blocks = model.config.blocks.n_executions(steps) * block_flops(model.config.d_model, tokens)
-    return blocks + model.rule.flops(steps)
+def per_token(flops: int, tokens: int) -> float:
+    """An int wherever it is one: routed tokens make a sequence's FLOPs that its length does not divide."""
+    return flops // tokens if flops % tokens == 0 else flops / tokens
+
+
+def executed_flops(model: RecurrentDepthModel, steps: int, tokens: int) -> float:
+    """Per token of a sequence of `tokens`, without the head; equal to torch's FlopCounterMode."""
+    layout, one = model.config.blocks, block_flops(model.config.d_model, tokens)
+    return (layout.p + layout.c) * one + per_token(model.rule.flops(steps, tokens), tokens)
 
 
 def head_flops(config: ModelConfig) -> int:
     return 2 * config.d_model * config.vocab_size
 
 
-def forward_flops(model: RecurrentDepthModel, steps: float, tokens: int) -> float:
-    """Executed FLOPs per token, head included, at a depth that may be a mean (the cost is affine in the depth)."""
-    at_0, at_1 = (executed_flops(model, k, tokens) for k in (0, 1))
-    return at_0 + steps * (at_1 - at_0) + head_flops(model.config)
+def training_forward_flops(model: RecurrentDepthModel, steps: int, tokens: int) -> float:
+    """Forward FLOPs per token of a pass of training at depth `steps`, its read-outs (coda and head) included."""
+    layout, one = model.config.blocks, block_flops(model.config.d_model, tokens)
+    readouts = model.rule.readout_flops(steps, layout.c * one + head_flops(model.config))
+    return layout.p * one + per_token(model.rule.flops(steps, tokens), tokens) + readouts
 
 
-def kv_slots(layout: Layout) -> dict[str, int]:
-    """Slots of keys and values that the decode phase keeps for one token, by sharing strategy (subsec:kvcache)."""
-    shared = layout.n_unique
-    return {"full": layout.n_executions(), "first": shared, "last": shared, "mean": shared, "first:all": shared}
+def training_flops(model: RecurrentDepthModel, depth: Depth, tokens: int) -> float:
+    """Forward and backward FLOPs per token at `depth`: the backward pass costs two forward ones of what it covers."""
+    learning = depth.steps if depth.grad_steps is None else min(depth.steps, depth.grad_steps)
+    skipped = model.rule.flops(depth.steps, tokens) - model.rule.flops(learning, tokens)
+    return 3 * training_forward_flops(model, depth.steps, tokens) - 2 * per_token(skipped, tokens)
 
 
-def kv_bytes_per_token(config: ModelConfig) -> dict[str, int]:
+def mean_over_depths(sampler: DepthSampler, cost: Callable[[Depth], float]) -> float:
+    """Expected cost under the depths that `sampler` draws."""
+    return math.fsum(p * cost(Depth(r, sampler.grad_steps)) for r, p in sampler.probabilities.items())
+
+
+def kv_bytes_per_token(model: RecurrentDepthModel) -> dict[str, int]:
     """Keys and values of one token in bf16."""
-    return {name: slots * 4 * config.d_model for name, slots in kv_slots(config.blocks).items()}
+    return {name: round(slots * 4 * model.config.d_model) for name, slots in model.rule.kv_slots().items()}
 
 
 def decode_memory(model: RecurrentDepthModel, batch_sizes: tuple[int, ...] = (1, 32)) -> dict[str, dict[str, int]]:
@@ -67,5 +81,5 @@ def decode_memory(model: RecurrentDepthModel, batch_sizes: tuple[int, ...] = (1,
     weights = 2 * parameters(model)["total"]
     return {
         strategy: {str(B): weights + B * model.config.context * per_token for B in batch_sizes}
-        for strategy, per_token in kv_bytes_per_token(model.config).items()
+        for strategy, per_token in kv_bytes_per_token(model).items()
     }

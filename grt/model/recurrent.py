@@ -8,70 +8,18 @@ Shapes: B batch, T tokens, d width, R steps, V vocabulary.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from grt.config import ConfigError, ModelConfig
 from grt.model.block import Embedding, Stack, init_gpt2
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
-
-
-class Loss(NamedTuple):
-    """total is what is minimised; lm is the cross-entropy part, in nats per token."""
-
-    total: Tensor
-    lm: Tensor
-
-
-def last_of(states: Iterator[Tensor]) -> Tensor:
-    """Run the loop to its end, holding one state at a time."""
-    h = next(states)
-    for h in states:  # noqa: B007
-        pass
-    return h
-
-
-class UpdateRule(nn.Module):
-    """How the core reads the state, transforms it and writes it back. This base class is plain weight tying."""
-
-    extrapolates = True  # may run deeper than R
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-
-    def init_parameters(self) -> None:
-        """Set what GPT-2's initialisation does not cover."""
-
-    def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        return h_pre
-
-    def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        return h
-
-    def transform(self, u: Tensor, core: Stack, ctx: LoopContext) -> Tensor:
-        return core(u, ctx)
-
-    def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        return o
-
-    def step(self, h: Tensor, h_pre: Tensor, core: Stack, ctx: LoopContext) -> Tensor:
-        u = ctx.tap("input", self.read(h, h_pre, ctx))
-        o = ctx.tap("proposal", self.transform(u, core, ctx))
-        return ctx.tap("state", self.write(h, o, h_pre, ctx))
-
-    def loss(self, states: Iterator[Tensor], ce: Callable[[Tensor], Tensor], ctx: LoopContext) -> Loss:
-        """Loss of one pass; `ce` turns a state (B, T, d) into its mean cross-entropy."""
-        lm = ce(last_of(states))
-        return Loss(lm + sum(ctx.aux), lm)
-
-    def flops(self, steps: int) -> int:
-        """Matrix-product FLOPs per token that the rule adds to the block executions."""
-        return 0
+from grt.model.rule import Loss, UpdateRule, last_of
 
 
 class RecurrentDepthModel(nn.Module):
@@ -82,13 +30,13 @@ class RecurrentDepthModel(nn.Module):
         self.config = config
         layout, d, n_heads = config.blocks, config.d_model, config.n_heads
         self.embed = Embedding(config.vocab_size, config.context, d, config.n_padding)
-        self.prelude = Stack("prelude", layout.p, d, n_heads)
-        self.core = Stack("core", layout.n, d, n_heads)
-        self.coda = Stack("coda", layout.c, d, n_heads)
+        self.prelude = Stack("prelude", layout.p, d, n_heads, rule.block)
+        self.core = Stack("core", layout.n, d, n_heads, rule.block)
+        self.coda = Stack("coda", layout.c, d, n_heads, rule.block)
         self.ln_f = nn.LayerNorm(d)
         self.rule = rule
         init_gpt2(self, layout.n_executions())
-        rule.init_parameters()
+        rule.init_parameters(self)
 
     @property
     def full_depth(self) -> Depth:
@@ -109,7 +57,8 @@ class RecurrentDepthModel(nn.Module):
 
     def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
         """Yield h_0, h_1, ..., h_steps, each (B, T, d), for ids (B, T)."""
-        h_pre = ctx.tap("anchor", self.prelude(self.embed(ids), ctx))
+        ctx.norm = self.ln_f
+        h_pre = ctx.tap("anchor", self.prelude(self.rule.embed(self.embed(ids)), ctx))
         h = self.rule.start(h_pre, ctx)
         yield h
         for ctx.step in range(depth.steps):
@@ -128,14 +77,19 @@ class RecurrentDepthModel(nn.Module):
         ctx = ctx or LoopContext()
         return self.logits(last_of(self.states(ids, ctx, depth or self.full_depth)), ctx)
 
-    def loss(self, ids: Tensor, targets: Tensor, depth: Depth, ctx: LoopContext | None = None) -> Loss:
+    def loss(self, ids: Tensor, targets: Tensor, depth: Depth, ctx: LoopContext | None = None, stage: int = 1) -> Loss:
         """The training loss of one slot, as the method defines it; targets (B, T) are the next tokens."""
         ctx = ctx or LoopContext()
 
         def ce(h: Tensor) -> Tensor:
-            return F.cross_entropy(self.logits(h, ctx).float().flatten(0, 1), targets.flatten())
+            logits = self.logits(h, ctx).float().flatten(0, 1)
+            return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
 
-        return self.rule.loss(self.states(ids, ctx, depth), ce, ctx)
+        def recomputed(h: Tensor) -> Tensor:
+            return checkpoint(ce, h, use_reentrant=False)
+
+        loss = self.rule.loss if stage == 1 else self.rule.second_loss
+        return loss(self.states(ids, ctx, depth), recomputed if ctx.recompute else ce, ctx)
 
     @property
     def device(self) -> torch.device:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from grt.config import ConfigError, RunConfig, load
 from grt.methods import build_model, depth_sampler
-from grt.model.cost import forward_flops, parameters
+from grt.model.cost import parameters, training_flops
+from grt.model.depth import Depth
 from grt.train.log import Output, read_metrics
 from grt.train.plots import Curve, draw_comparison
 
@@ -41,7 +42,7 @@ class Finished:
         self.flops = self._flops_after_step()
 
     def _flops_after_step(self) -> list[float]:
-        """Training FLOPs up to each step: 3 x the forward pass, as executed at the drawn depths, head included."""
+        """Training FLOPs up to each step: forward and backward passes as executed at the drawn depths, head included."""
         config: RunConfig = self.config
         logged = {row["step"]: row["depth"] for row in self.train}
         draw = depth_sampler(config.model, config.train.depth)
@@ -51,8 +52,8 @@ class Finished:
             slots = range(config.n_slots)
             depths = logged.get(step) or [draw(config.train.seed, step - 1, slot).steps for slot in slots]
             for depth in set(depths) - at_depth.keys():
-                at_depth[depth] = forward_flops(self.model, depth, config.model.context)
-            per_step.append(3 * config.train.tokens_per_step * sum(at_depth[d] for d in depths) / len(depths))
+                at_depth[depth] = training_flops(self.model, Depth(depth, draw.grad_steps), config.model.context)
+            per_step.append(config.train.tokens_per_step * sum(at_depth[d] for d in depths) / len(depths))
         return list(accumulate(per_step, initial=0.0))
 
     def seconds(self, step: int) -> float | None:

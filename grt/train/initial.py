@@ -9,7 +9,10 @@ from grt.train.checkpoint import find_checkpoint, read_manifest, read_tensors, w
 
 # What the function of the weights depends on. The gate's start value and the noise may differ, they act in training
 # only; data, optimizer, schedule and seed are the new run's own.
-SHARED = ("method_name", "layout", "d_model", "n_heads", "context", "vocab_size", "gate_temperature")
+SHARED = (
+    "method_name", "layout", "d_model", "n_heads", "context", "vocab_size", "gate_temperature", "start_std", "lora_rank",
+    "lora_scale", "lora_targets", "router", "router_scale", "loop_carry",
+)  # fmt: skip
 
 
 def load_initial(model: RecurrentDepthModel, config: RunConfig) -> dict[str, Any]:

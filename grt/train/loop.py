@@ -20,7 +20,7 @@ from grt.data.prepare import Prepared, open_source
 from grt.evals.loss import evaluate
 from grt.methods import build_model, depth_sampler
 from grt.model.context import LoopContext
-from grt.model.cost import forward_flops, parameters
+from grt.model.cost import parameters, training_forward_flops
 from grt.model.depth import Depth
 from grt.model.precision import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
 from grt.model.recurrent import Loss
@@ -195,11 +195,11 @@ class Trainer:
         self.state.step += 1
         self.state.seconds += seconds
         tokens = config.train.tokens_per_step
-        flops = 3 * forward_flops(self.model, float(np.mean(depths)), config.model.context) * tokens
+        forward = np.mean([training_forward_flops(self.model, depth, config.model.context) for depth in depths])
         row = {
             "tokens": self.state.step * tokens, "loss": total, "loss_lm": lm, "aux": total - lm, "lr": rate,
             "grad_norm": norm.item(), "depth": depths, "tokens_per_s": tokens / seconds,
-            "mfu": flops / seconds / self.state.peak, "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
+            "mfu": 3 * float(forward) * tokens / seconds / self.state.peak, "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
         }  # fmt: skip
         self.log.write("train", self.state.step, **row)
         return row
@@ -211,6 +211,10 @@ class Trainer:
         ids, targets = batch(
             self.train_split, seed=config.train.seed, step=step, slot=slot, rows=rows, context=config.model.context
         )
+        ctx = ctx or LoopContext()
+        ctx.recompute = {"auto": self.model.rule.reads_out_often, "none": False, "readout": True}[
+            config.train.recompute
+        ]
         torch.manual_seed(slot_seed(config.train.seed, step, slot))
         with autocast(self.device, self.dtype):
             depth = depth or self.sampler(config.train.seed, step, slot)

@@ -1,0 +1,102 @@
+"""UpdateRule: how the core reads the state, transforms it and writes it back. The base class is plain weight tying;
+a method is a subclass that overrides the hooks in which it differs.
+
+Shapes: B batch, T tokens, d width, R steps.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from grt.config import ConfigError, ModelConfig
+from grt.model.block import Block, Stack, block_flops
+from grt.model.context import LoopContext
+
+CrossEntropy = Callable[[Tensor], Tensor]  # a state (B, T, d) -> nats of each token (B, T)
+
+
+class Loss(NamedTuple):
+    """total is what is minimised; lm is the cross-entropy part, in nats per token."""
+
+    total: Tensor
+    lm: Tensor
+
+
+def last_of(states: Iterator[Tensor]) -> Tensor:
+    """Run the loop to its end, holding one state at a time."""
+    h = next(states)
+    for h in states:  # noqa: B007
+        pass
+    return h
+
+
+class UpdateRule(nn.Module):
+    """The hooks, as plain weight tying: read is the state itself, write takes the core's output."""
+
+    extrapolates = True  # may run deeper than R
+    block: type[Block] = Block  # what prelude, core and coda are made of
+    reads_out_often = False  # the loss reads out more than one state
+    second_stage: tuple[str, ...] = ()  # parameters (first parts of their names) that a second stage trains alone
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layout, self.d = config.blocks, config.d_model
+
+    def init_parameters(self, model: nn.Module) -> None:
+        """Set what GPT-2's initialisation, which `model` has had, does not cover."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        """What enters the prelude, from the embedding (B, T, d)."""
+        return x
+
+    def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
+        return h_pre
+
+    def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
+        return h
+
+    def transform(self, u: Tensor, core: Stack, ctx: LoopContext) -> Tensor:
+        return core(u, ctx)
+
+    def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
+        return o
+
+    def step(self, h: Tensor, h_pre: Tensor, core: Stack, ctx: LoopContext) -> Tensor:
+        u = ctx.tap("input", self.read(h, h_pre, ctx))
+        o = ctx.tap("proposal", self.transform(u, core, ctx))
+        return ctx.tap("state", self.write(h, o, h_pre, ctx))
+
+    def loss(self, states: Iterator[Tensor], ce: CrossEntropy, ctx: LoopContext) -> Loss:
+        """Loss of one pass over h_0, h_1, ..."""
+        lm = ce(last_of(states)).mean()
+        return Loss(lm + sum(ctx.aux), lm)
+
+    def second_loss(self, states: Iterator[Tensor], ce: CrossEntropy, ctx: LoopContext) -> Loss:
+        """Loss of the second stage of training, for methods that have one."""
+        raise ConfigError("train.stage is 2, but this method is trained in one stage: leave --train.stage out.")
+
+    def evaluation(self, losses: Mapping[int, Tensor], ctx: LoopContext) -> dict[str, Tensor]:
+        """Further numbers of one evaluated batch, each (B, T) and averaged over tokens; losses: depth -> (B, T)."""
+        return {}
+
+    # What it costs: grt/model/cost.py adds prelude, coda and head.
+
+    def flops(self, steps: int, tokens: int) -> int:
+        """Matrix-product FLOPs of `steps` steps, core and rule, on one sequence of `tokens`."""
+        return steps * self.layout.n * tokens * block_flops(self.d, tokens)
+
+    def readout_flops(self, steps: int, one: int) -> int:
+        """FLOPs per token of reading out for the training loss, where coda and head cost `one` each time."""
+        return one
+
+    def kv_slots(self) -> dict[str, float]:
+        """Sharing strategy -> slots of keys and values that the decode phase keeps for one token (subsec:kvcache)."""
+        shared = self.layout.n_unique
+        return {
+            "full": self.layout.n_executions(),
+            "first": shared,
+            "last": shared,
+            "mean": shared,
+            "first:all": shared,
+        }
