@@ -4,6 +4,7 @@ Finds the subcommand, and turns every error that a user can mend into one line. 
 non-finite loss; 130 Ctrl-C, 143 SIGTERM and 129 a closed terminal, after a saved checkpoint; others are a defect.
 """
 
+import importlib
 import io
 import os
 import sys
@@ -15,7 +16,7 @@ from grt.config import VERSION, ConfigError
 
 
 def usage() -> str:
-    lines = "\n".join(f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     return (
         f"usage: grt COMMAND ...\n\nDepth-recurrent language models.\n\n{lines}\n\n"
         "`grt COMMAND --help` shows its options."
@@ -62,7 +63,8 @@ def dispatch(arguments: list[str]) -> int:
             raise ConfigError(f"name a command first: {', '.join(COMMANDS)}; `grt --help` says what each does.")
         nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"unknown command {name!r}: did you mean {nearest}? `grt --help` shows all.")
-    return COMMANDS[name][1](rest)
+    command = importlib.import_module(f"grt.commands.{name}")  # here, so that no other command costs time
+    return getattr(command, f"run_{name}")(rest)
 
 
 def sentence(error: Exception) -> str:

@@ -1,11 +1,11 @@
-"""Command-line options from dataclasses (tyro), with its errors cut down to one sentence."""
+"""Command-line options from dataclasses (tyro), the types that commands share, and errors of one sentence."""
 
 import contextlib
 import difflib
 import io
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -13,6 +13,8 @@ from grt.config import ConfigError, RunConfig, load
 from grt.presets import PRESETS, preset
 
 T = TypeVar("T")
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
 # What tyro says (first part of its box) -> what we say; the groups of the pattern fill the sentence.
 SENTENCES = {

@@ -3,6 +3,7 @@
 In one process: `grt` is called as grt.cli.main([...]), which is what the console script calls.
 """
 
+import importlib
 import json
 import math
 import re
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from grt import cli, commands
+from grt import cli
+from grt.commands.train import Train
 from grt.config import ConfigError, RunConfig, config_hash, dump, load
 from grt.data.prepare import load_prepared
 from grt.data.tokenizer import ByteTokenizer
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
+from grt.options import Run
 from grt.presets import preset
 from grt.train.checkpoint import load_model
 
@@ -667,7 +670,7 @@ def test_an_error_of_the_system_names_the_file(refused, monkeypatch):
     def fail(arguments):
         raise PermissionError(13, "Permission denied", "/secret")
 
-    monkeypatch.setitem(cli.COMMANDS, "info", ("", fail))
+    monkeypatch.setattr("grt.commands.info.run_info", fail)
     assert (
         refused("info")
         == "grt: /secret: permission denied: check the path, its permissions and the space on its disk.\n"
@@ -678,7 +681,7 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
     def fail(arguments):
         raise ValueError("a bug")
 
-    monkeypatch.setitem(cli.COMMANDS, "info", ("", fail))
+    monkeypatch.setattr("grt.commands.info.run_info", fail)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["info"])
     assert cli.exit_code(ConfigError("")) == 2
@@ -699,8 +702,8 @@ def options_of(command: type, prefix: str = "--") -> list[str]:
     """The options that the fields of a command's dataclass stand for, positional ones left out."""
     found = []
     for f in fields(command):
-        kind = RunConfig if f.name == "run" and command is commands.Train else f.type
-        if "Positional" in str(kind) or kind is commands.Run:
+        kind = RunConfig if f.name == "run" and command is Train else f.type
+        if "Positional" in str(kind) or kind is Run:
             continue
         if isinstance(kind, type) and is_dataclass(kind):
             found += options_of(kind, prefix if kind is RunConfig else f"{prefix}{f.name}.")
@@ -721,9 +724,9 @@ def help_of(capsys, *arguments: str) -> str:
 def test_help_names_every_option(capsys, name):
     out = help_of(capsys, name)
     assert out.startswith(f"usage: grt {name}")
-    if command := getattr(commands, name.capitalize(), None):
-        missing = [option for option in options_of(command) if not re.search(rf"{re.escape(option)}\b", out)]
-        assert not missing
+    command = getattr(importlib.import_module(f"grt.commands.{name}"), name.capitalize())
+    missing = [option for option in options_of(command) if not re.search(rf"{re.escape(option)}\b", out)]
+    assert not missing
     if name == "train":
         assert {*OPTIONS, "--data.path", "--out", "--resume", "--max-time"} <= {*re.findall(r"--[\w.-]+", out)}
 
@@ -737,13 +740,18 @@ def test_usage_names_every_command(grt):
     assert out == grt("-h") and all(re.search(rf"^  {name} +\w", out, re.M) for name in cli.COMMANDS)
 
 
+def test_every_file_of_the_commands_is_a_command():
+    folder = Path(cli.__file__).parent / "commands"
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", *cli.COMMANDS}
+
+
 def test_version(grt):
     assert re.fullmatch(r"grt \d+\.\d+\.\d+\n", grt("--version"))
 
 
 def test_demo_replaces_an_earlier_demo_and_nothing_else(monkeypatch, capsys, run, tmp_path):
     calls = []
-    monkeypatch.setattr(commands, "train_and_show", lambda *a, **k: calls.append((a, k)) or 0)
+    monkeypatch.setattr("grt.commands.demo.train_and_show", lambda *a, **k: calls.append((a, k)) or 0)
     out = tmp_path / "demo"
     shutil.copytree(run, out)
     before = sorted(out.rglob("*"))

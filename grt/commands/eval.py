@@ -1,0 +1,43 @@
+"""`grt eval`: what each depth is worth."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from grt.options import Device, Run, parse
+
+
+@dataclass
+class Eval:
+    """Loss of a trained model at each depth."""
+
+    run: Run
+    """A run's folder, one of its checkpoints, or a model folder."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """Text as in grt prepare, or a prepared folder, read whole; without it, the run's own validation split."""
+    depth: list[int] = field(default_factory=list)
+    """Depths to evaluate; without it, every one from 0 (the prelude alone) to R."""
+    windows: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Read only this many windows."""
+    batch_size: int = 16
+    """Windows at a time."""
+    dtype: Literal["auto", "fp32", "bf16"] = "fp32"
+    """Precision of the matrix products; auto: the fastest here."""
+    device: Device = "auto"
+    """Where to compute."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def run_eval(arguments: list[str]) -> int:
+    command = parse(Eval, arguments, "eval")
+    from grt.report import evaluation_report, show_evaluation
+
+    report = evaluation_report(
+        command.run, command.data, depths=command.depth or None, limit=command.windows, batch_size=command.batch_size,
+        dtype=command.dtype, device=command.device,
+    )  # fmt: skip
+    print(json.dumps(report)) if command.json else show_evaluation(report)
+    return 0
