@@ -108,7 +108,7 @@ class ModelConfig:
     router_z_loss: float = 0.0
     """MoR: weight of the mean squared log-sum-exp of the router's scores."""
     eval_routing: Literal["threshold", "topk"] = operational("threshold")
-    """MoR: who goes on outside of training: scores above the threshold, or the best of the sequence (sees the future)."""
+    """MoR: who goes on outside of training: scores above the threshold, or the sequence's best (sees the future)."""
     exit_beta: float = 0.05
     """Ouro: weight of the entropy of the exit distribution."""
     loop_carry: Literal["normed", "raw"] = "normed"
@@ -199,7 +199,7 @@ class TrainConfig:
     init_from: str = ""
     """A run, checkpoint or model folder whose weights to start from; everything else starts anew."""
     init_tie: Literal["average", "stepwise"] = "average"
-    """A core step's weights from a dense model of as many layers: the mean of the tied layers, or evenly spaced ones."""
+    """The core from a dense model of as many layers: the mean of the layers that it ties, or evenly spaced ones."""
     stage: Literal[1, 2] = 1
     """2: train only what the method adds in a second stage (Ouro: the exit gate), from a run of the first one."""
     steps: int = 20_000
