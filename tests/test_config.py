@@ -162,7 +162,8 @@ def other_value(section: str, field: dataclasses.Field):
         ("model", "layout"): "2+5x4+2", ("model", "method"): "grt", ("model", "d_model"): 960, ("model", "n_heads"): 6,
         ("model", "context"): 512, ("train", "depth"): "fixed", ("train", "dtype"): "fp32", ("train", "device"): "cpu",
         ("model", "mean_depth"): 3.0, ("model", "router_z_loss"): 1e-5,
-        ("train", "stage"): 2, ("train", "batch_size"): 4, ("train", "tokens_per_step"): 2 * 8 * 1024, ("optim", "warmup_steps"): 1,
+        ("train", "stage"): 2, ("train", "batch_size"): 4, ("train", "tokens_per_step"): 2 * 8 * 1024,
+        ("optim", "warmup_steps"): 1,
     }  # fmt: skip
     if (section, field.name) in special:
         return special[section, field.name]

@@ -16,7 +16,7 @@ PRODUCTS_UP_TO = 512  # tokens; at 1,024 the fused kernel, which skips the futur
 
 
 def block_flops(d: int, tokens: int) -> int:
-    """One block, per token of a sequence of `tokens` (eq:flops): projections and MLP 24 d^2, attention products 4 T d."""
+    """One block, per token of a sequence of `tokens` (eq:flops): linears 24 d^2, attention products 4 T d."""
     return 24 * d * d + 4 * tokens * d
 
 

@@ -92,11 +92,5 @@ class UpdateRule(nn.Module):
 
     def kv_slots(self) -> dict[str, float]:
         """Sharing strategy -> slots of keys and values that the decode phase keeps for one token (subsec:kvcache)."""
-        shared = self.layout.n_unique
-        return {
-            "full": self.layout.n_executions(),
-            "first": shared,
-            "last": shared,
-            "mean": shared,
-            "first:all": shared,
-        }
+        shared = dict.fromkeys(("first", "last", "mean", "first:all"), self.layout.n_unique)
+        return {"full": self.layout.n_executions(), **shared}

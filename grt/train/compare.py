@@ -42,7 +42,7 @@ class Finished:
         self.flops = self._flops_after_step()
 
     def _flops_after_step(self) -> list[float]:
-        """Training FLOPs up to each step: forward and backward passes as executed at the drawn depths, head included."""
+        """Training FLOPs up to each step: forward and backward pass as executed at the drawn depths, with the head."""
         config: RunConfig = self.config
         logged = {row["step"]: row["depth"] for row in self.train}
         draw = depth_sampler(config.model, config.train.depth)

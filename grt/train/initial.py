@@ -10,8 +10,8 @@ from grt.train.checkpoint import find_checkpoint, read_manifest, read_tensors, w
 # What the function of the weights depends on. The gate's start value and the noise may differ, they act in training
 # only; data, optimizer, schedule and seed are the new run's own.
 SHARED = (
-    "method_name", "layout", "d_model", "n_heads", "context", "vocab_size", "gate_temperature", "start_std", "lora_rank",
-    "lora_scale", "lora_targets", "router", "router_scale", "loop_carry",
+    "method_name", "layout", "d_model", "n_heads", "context", "vocab_size", "gate_temperature", "start_std",
+    "lora_rank", "lora_scale", "lora_targets", "router", "router_scale", "loop_carry",
 )  # fmt: skip
 
 

@@ -199,7 +199,8 @@ class Trainer:
         row = {
             "tokens": self.state.step * tokens, "loss": total, "loss_lm": lm, "aux": total - lm, "lr": rate,
             "grad_norm": norm.item(), "depth": depths, "tokens_per_s": tokens / seconds,
-            "mfu": 3 * float(forward) * tokens / seconds / self.state.peak, "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
+            "mfu": 3 * float(forward) * tokens / seconds / self.state.peak, "seconds": self.state.seconds,
+            "peak_bytes": self._peak_bytes(),
         }  # fmt: skip
         self.log.write("train", self.state.step, **row)
         return row
