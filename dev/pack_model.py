@@ -14,7 +14,7 @@ import torch
 import zstandard
 
 from grt.config import config_hash, load
-from grt.report import evaluation_report
+from grt.eval_report import evaluation_report
 from grt.train.checkpoint import find_checkpoint, load_model, read_manifest, write_folder
 from grt.train.log import read_metrics
 

@@ -1,11 +1,9 @@
-"""What `grt eval`, `generate`, `info` and `list` say: each a dict (the --json document), and a table for people."""
+"""What `grt generate`, `info` and `list` say (eval_report.py: `grt eval`): a dict for --json, a table for people."""
 
 import itertools
 import json
-import math
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,107 +11,17 @@ import torch
 from rich.table import Table
 
 from grt.config import ConfigError, Layout, RunConfig, config_hash, load
-from grt.data.loader import Split, bigram_entropy
-from grt.data.prepare import open_source
 from grt.data.tokenizer import get_tokenizer
-from grt.evals.loss import evaluate
+from grt.eval_report import evaluation_report, show_evaluation
 from grt.infer.generate import generate
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model import cost
-from grt.model.precision import dtype_name, resolve_device, resolve_dtype
+from grt.model.precision import resolve_device
 from grt.presets import PRESETS, preset
-from grt.train.checkpoint import find_checkpoint, load_model, read_manifest, replace_file
-from grt.train.folder import commit
+from grt.train.checkpoint import find_checkpoint, load_model, replace_file
 from grt.train.log import Output, read_metrics
-from grt.train.loop import open_data
 
 console = Output()
-
-
-def find_text(config: RunConfig, data: str | None) -> Split:
-    """The run's validation split, or all of a text file or of a prepared folder (its training text first)."""
-    if data is None:
-        try:
-            return open_data(config, quiet=True).split("val", config.data.windows)
-        except ConfigError as error:
-            raise ConfigError(f"{error} (This is the run's own text; --data evaluates on another.)") from None
-    text = config.data
-    return open_source(data, tokenizer=text.tokenizer, val_fraction=1.0, field=text.field, quiet=True).whole(
-        text.windows
-    )
-
-
-def _trained_on(folder: Path) -> str | None:
-    """sha256 of the validation tokens when the run of this checkpoint began, from its env.json."""
-    for path in (folder / "env.json", folder.parent.parent / "env.json"):
-        if path.exists():
-            try:
-                return json.loads(path.read_text(encoding="utf-8"))["data"]["val"]
-            except (ValueError, KeyError, TypeError):
-                warnings.warn(f"{path} is damaged: it cannot say which text the run was trained on", stacklevel=3)
-    return None
-
-
-def evaluation_report(
-    run: Path, data: str | None = None, *, depths: Sequence[int] | None = None, limit: int | None = None,
-    batch_size: int = 16, dtype: str = "fp32", device: str = "auto",
-) -> dict[str, Any]:  # fmt: skip
-    """The JSON document of `grt eval`: loss, perplexity, bits per byte and FLOPs at each depth, and every setting."""
-    start = time.perf_counter()
-    where = resolve_device(device)
-    checkpoint, config = find_checkpoint(run)
-    step = read_manifest(checkpoint)["step"]
-    model, _ = load_model(checkpoint, where)
-    split = find_text(config, data)
-    if data is None and _trained_on(checkpoint) not in (None, split.sha256):
-        warnings.warn(
-            f"the validation text of {run} has changed since it was trained: expect another loss", stacklevel=2
-        )
-    precision = resolve_dtype(dtype, where, config.model.d_model)
-    result = evaluate(model, split, depths=depths, limit=limit, batch_size=batch_size, dtype=precision)
-    losses = result.loss_by_depth
-    if not all(map(math.isfinite, losses.values())):
-        raise ConfigError(f"the loss of {run} is not finite: its weights are broken, use another checkpoint.")
-    head = cost.head_flops(config.model)
-    return {
-        "run": str(run),
-        "step": step,
-        "data": {"path": data or config.data.path, "sha256": split.sha256, "tokens": split.n_tokens},
-        "windows": result.windows,
-        "dtype": dtype_name(precision),
-        "device": where.type,
-        "loss": losses[max(losses)] if depths else losses[config.model.blocks.R],
-        "loss_by_depth": {str(k): loss for k, loss in losses.items()},
-        "depths": {
-            str(k): {
-                "loss": loss,
-                "perplexity": math.exp(min(loss, 700.0)),
-                "bits_per_byte": result.bits_per_byte(k),
-                "flops_per_token": cost.executed_flops(model, k, config.model.context) + head,
-            }
-            for k, loss in losses.items()
-        },
-        "kv": "full",
-        "exit": None,
-        "routing": None,
-        "seed": config.train.seed,
-        "commit": commit(),
-        "seconds": time.perf_counter() - start,
-        "bigram_entropy": bigram_entropy(split) if split.vocab_size <= 1024 else None,
-    }
-
-
-def show_evaluation(report: dict[str, Any]) -> None:
-    data = report["data"]
-    table = Table(title=f"{report['run']} at step {report['step']} on {data['path']} ({report['windows']} windows)")
-    for column in ("depth", "loss (nats)", "perplexity", "bits per byte", "MFLOPs per token"):
-        table.add_column(column, justify="right")
-    for k, row in report["depths"].items():
-        numbers = f"{row['loss']:.4f}", f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.4f}"
-        table.add_row(k, *numbers, f"{row['flops_per_token'] / 1e6:.2f}")
-    console.print(table)
-    if report["bigram_entropy"] is not None:
-        console.print(f"bigram entropy of this text: {report['bigram_entropy']:.4f} nats")
 
 
 def generation_report(

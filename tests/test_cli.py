@@ -286,6 +286,36 @@ def test_eval_without_data_reads_the_runs_validation_split(document, run):
     assert (report["kv"], report["exit"], report["routing"]) == ("full", None, None)
 
 
+@pytest.fixture(scope="module")
+def routed_run(tmp_path_factory, texts):
+    """As `run`, of a method with a router."""
+    out = tmp_path_factory.mktemp("runs") / "routed"
+    assert cli.main(["train", "mor-nano", *TINY, "--data.path", str(texts), "--out", str(out)]) == 0
+    return out
+
+
+def test_eval_of_a_routed_run_says_both_losses(document, grt, routed_run, capsys):
+    """The headline is the threshold's; top-k over the window, which leaks, stands beside it under its own name."""
+    report = document("eval", routed_run)
+    assert report.keys() - {"bigram_entropy"} == EVAL_KEYS | {"topk_loss", "extras"}
+    assert report["routing"] == "threshold" and report["extras"].keys() == {"depth"}
+    assert report["loss"] == report["loss_by_depth"][str(R)] != report["topk_loss"]
+    one = document("eval", routed_run, "--routing", "threshold")
+    assert one.keys() - {"bigram_entropy"} == EVAL_KEYS | {"extras"} and one["routing"] == "threshold"
+    assert one["loss_by_depth"] == report["loss_by_depth"]
+    assert document("eval", routed_run, "--depth", 2)["topk_loss"] == report["topk_loss"]
+    line = f"top-k over the whole sequence (leaks later tokens, not a result): {report['topk_loss']:.4f}"
+    assert line in grt("eval", routed_run).splitlines()
+    with pytest.warns(UserWarning, match="routing topk looks at later tokens"):
+        leaking = document("eval", routed_run, "--routing", "topk")
+    assert leaking["routing"] == "topk" and leaking["loss"] == report["topk_loss"]
+    assert leaking.keys() - {"bigram_entropy"} == EVAL_KEYS | {"extras"}
+
+
+def test_routing_of_a_method_without_a_router_is_refused(refused, run):
+    assert "routing is 'topk', but grt has no router for it: leave it out." in refused("eval", run, "--routing", "topk")
+
+
 def test_eval_of_a_prepared_folder_reads_all_of_it(document, grt, run, texts, tmp_path):
     grt("prepare", texts, "--out", tmp_path / "shards", "--val-fraction", "0.3")
     data = load_prepared(tmp_path / "shards")

@@ -17,6 +17,9 @@ from grt.model.depth import Depth
 CASES = [(method, "1+2x3+1") for method in METHODS] + [("ladder", "4L")]
 every_method = pytest.mark.parametrize(("method", "layout"), CASES, ids=[*METHODS, "dense"])
 recurrent = pytest.mark.parametrize("method", METHODS)
+# Methods that compute active tokens only: how many are gathered may depend on later tokens, and with the sizes of the
+# products their last bits (grt/methods/mor.py). A changed decision would exceed the bound.
+GATHERING = {"mor", "mor-token"}
 
 
 def states_of(model, ids, k, taps=None):
@@ -43,7 +46,11 @@ def test_logits_never_depend_on_later_tokens(tiny, ids, method, layout, dtype):
         changed = ids.clone()
         changed[:, t + 1 :] = (changed[:, t + 1 :] + 1 + t) % 23
         other = model(changed)
-        assert torch.equal(other[:, : t + 1], logits[:, : t + 1]), t
+        if method in GATHERING:
+            bound = 1e-5 if dtype == torch.float32 else 1e-12
+            torch.testing.assert_close(other[:, : t + 1], logits[:, : t + 1], rtol=0, atol=bound)
+        else:
+            assert torch.equal(other[:, : t + 1], logits[:, : t + 1]), t
         assert not torch.equal(other[:, t + 1 :], logits[:, t + 1 :])
 
 
@@ -109,9 +116,13 @@ def test_a_tap_that_returns_a_tensor_intervenes(tiny, ids, method):
 
 @every_method
 def test_attention_tap(tiny, ids, method, layout):
+    """Probabilities over all tokens; in the core of a method that gathers active ones, over as many as it gathers."""
     model = tiny(method, layout)
-    kept = []
-    taps = {"attention": lambda x, ctx: kept.append((ctx.section, ctx.step, ctx.block, x.clone()))}
+    kept, alive = [], []
+    taps = {
+        "attention": lambda x, ctx: kept.append((ctx.section, ctx.step, ctx.block, x.clone())),
+        "alive": lambda x, ctx: alive.append(int(x.sum(1).max())),
+    }
     logits = model(ids, ctx=LoopContext(taps=taps))
     torch.testing.assert_close(logits, model(ids), rtol=0, atol=1e-12)
     single = model.float()
@@ -121,10 +132,11 @@ def test_attention_tap(tiny, ids, method, layout):
     else:
         want = [("prelude", -1, 0), *(("core", r, i) for r in range(3) for i in range(2)), ("coda", 2, 0)]
     assert [where[:3] for where in kept] == want * 2
-    for *_, probabilities in kept[: len(want)]:
-        assert probabilities.shape == (2, 2, 12, 12)
-        torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 2, 12).double(), rtol=0, atol=1e-12)
-        assert not probabilities.triu(1).any() and (probabilities.tril() > 0).sum() == 2 * 2 * 78
+    for section, step, _, probabilities in kept[: len(want)]:
+        K = alive[step] if alive and section == "core" else 12
+        assert probabilities.shape == (2, 2, K, K)
+        torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 2, K).double(), rtol=0, atol=1e-12)
+        assert not probabilities.triu(1).any() and (probabilities.tril() > 0).sum() == 2 * 2 * K * (K + 1) // 2
 
 
 @every_method

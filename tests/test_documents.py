@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from grt.config import ConfigError, RunConfig, config_hash
 from grt.data.loader import batch, n_windows, windows
 from grt.data.prepare import load_prepared, prepare
+from grt.eval_report import find_text
 from grt.evals.loss import evaluate
 from grt.presets import preset
-from grt.report import find_text
 from grt.train.loop import open_data
 
 LENGTHS = (30, 3, 9, 8, 0, 17)  # of the documents, without end-of-text

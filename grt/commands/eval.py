@@ -23,6 +23,9 @@ class Eval:
     """Read only this many windows."""
     batch_size: int = 16
     """Windows at a time."""
+    routing: Literal["threshold", "topk"] | None = None
+    """Who goes on where a router decides (MoR): scores above the threshold (without it, with the loss of topk beside
+    it), or the best of the window, which looks at later tokens."""
     dtype: Literal["auto", "fp32", "bf16"] = "fp32"
     """Precision of the matrix products; auto: the fastest here."""
     device: Device = "auto"
@@ -33,11 +36,11 @@ class Eval:
 
 def run_eval(arguments: list[str]) -> int:
     command = parse(Eval, arguments, "eval")
-    from grt.report import evaluation_report, show_evaluation
+    from grt.eval_report import evaluation_report, show_evaluation
 
     report = evaluation_report(
         command.run, command.data, depths=command.depth or None, limit=command.windows, batch_size=command.batch_size,
-        dtype=command.dtype, device=command.device,
+        dtype=command.dtype, device=command.device, routing=command.routing,
     )  # fmt: skip
     print(json.dumps(report)) if command.json else show_evaluation(report)
     return 0

@@ -1,10 +1,12 @@
 """Validation loss at every depth, from one pass through the loop (definition: non-overlapping windows, nats)."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from grt.config import ConfigError
@@ -17,12 +19,16 @@ from grt.model.recurrent import RecurrentDepthModel
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss_by_depth: depth -> mean nats per token over `windows` windows, `tokens` tokens in all."""
+    """loss_by_depth: depth -> mean nats per token over `windows` windows, `tokens` tokens in all.
+
+    extras: what the method adds (UpdateRule.evaluation), means over the tokens; only where every depth was evaluated.
+    """
 
     loss_by_depth: dict[int, float]
     windows: int
     tokens: int
     tokens_per_byte: float
+    extras: dict[str, float] = field(default_factory=dict)
 
     def bits_per_byte(self, depth: int) -> float:
         return self.loss_by_depth[depth] / math.log(2) * self.tokens_per_byte
@@ -36,10 +42,12 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    routing: str | None = None,
 ) -> Evaluation:
     """Mean next-token loss of `split` at each of `depths` (default 0..R; 0 is the readout of the prelude).
 
-    limit: read only the first windows. Noise is off, and nothing is drawn from the caller's generators: how often
+    limit: read only the first windows. routing: threshold or topk, for a method with a router, in place of what its
+    rule has set. Noise is off, and nothing is drawn from the caller's generators: how often
     one evaluates never changes training.
     """
     R = model.config.blocks.R
@@ -49,31 +57,40 @@ def evaluate(
     for name, value in (("windows", limit), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: it must be at least 1.")
+    rule, own_routing = model.rule, model.rule.routing
+    if routing is not None and own_routing is None:
+        name = model.config.method_name
+        raise ConfigError(f"routing is {routing!r}, but {name} has no router for it: leave it out.")
     context, device = model.config.context, model.device
     count = n_windows(split, context, limit)
-    sums = torch.zeros(len(depths), dtype=torch.float64)
+    sums: dict[int | str, float] = defaultdict(float)
     was_training = model.training
     model.eval()
     try:
+        rule.routing = routing or own_routing
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode():
             torch.manual_seed(0)
             for ids, targets in windows(split, context, limit, batch_size):
                 with autocast(device, dtype):
-                    sums += _summed_losses(model, ids.to(device), targets.to(device), depths)
+                    values = _values(model, ids.to(device), targets.to(device), depths)
+                of_batch = torch.stack([value.sum() for value in values.values()]).tolist()
+                for name, total in zip(values, of_batch, strict=True):
+                    sums[name] += total
     finally:
         model.train(was_training)
-    losses = (sums / (count * context)).tolist()
-    return Evaluation(
-        dict(zip(depths, losses, strict=True)), count, count * context, split.n_tokens / max(split.n_bytes, 1)
-    )
+        rule.routing = own_routing
+    tokens = count * context
+    losses = {k: sums[k] / tokens for k in depths}
+    extras = {name: total / tokens for name, total in sums.items() if isinstance(name, str)}
+    return Evaluation(losses, count, tokens, split.n_tokens / max(split.n_bytes, 1), extras)
 
 
-def _summed_losses(
-    model: RecurrentDepthModel, ids: torch.Tensor, targets: torch.Tensor, depths: list[int]
-) -> torch.Tensor:
-    ctx, losses = LoopContext(), []
+def _values(model: RecurrentDepthModel, ids: Tensor, targets: Tensor, depths: list[int]) -> dict[int | str, Tensor]:
+    """Nats at each depth, and what the rule adds to them under names of its own; each (B, T)."""
+    ctx, losses = LoopContext(), {}
     for k, h in enumerate(model.states(ids, ctx, Depth(max(depths)))):
         if k in depths:
             logits = model.logits(h, ctx).float().flatten(0, 1)
-            losses.append(F.cross_entropy(logits, targets.flatten(), reduction="sum"))
-    return torch.stack(losses).double().cpu()
+            losses[k] = F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
+    every = set(range(1, model.config.blocks.R + 1)) <= losses.keys()
+    return losses | (model.rule.evaluation(losses, ctx) if every else {})
