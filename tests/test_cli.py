@@ -666,14 +666,14 @@ def test_a_broken_run_is_one_sentence(refused, run, tmp_path, what):
 
 
 def test_weights_that_are_not_finite_are_refused(refused, run, monkeypatch):
-    from grt import report
+    from grt import eval_report
 
     def broken(path, device):
         model, config = load_model(path, device)
         model.ln_f.weight.data.fill_(float("nan"))
         return model, config
 
-    monkeypatch.setattr(report, "load_model", broken)
+    monkeypatch.setattr(eval_report, "load_model", broken)
     assert f"the loss of {run} is not finite" in refused("eval", run, "--json")
 
 

@@ -173,12 +173,17 @@ def test_threshold_pads_the_shorter_sequence(routed, ids):
             assert len(set(rows[b].tolist())) == rows.shape[1]
 
 
-def test_ties_go_to_the_earlier_token(routed, ids):
-    model = routed(eval_routing="topk")
+def test_ties_go_to_the_earlier_token(routed):
+    model = routed(eval_routing="topk", context=90)
     seen = []
     taps = {"router": lambda s, ctx: torch.zeros_like(s), "alive": lambda x, ctx: seen.append(x.clone())}
-    run(model, ids, taps)
-    assert [x[0].nonzero().flatten().tolist() for x in seen] == [list(range(k)) for k in (12, 8, 4)]
+    run(model, torch.zeros(1, 90, dtype=torch.long), taps)
+    assert [x[0].nonzero().flatten().tolist() for x in seen] == [list(range(k)) for k in (90, 60, 30)]
+
+
+def test_a_score_of_zero_goes_on(routed, ids):
+    _, ctx = run(routed(), ids, {"router": lambda s, ctx: torch.zeros_like(s)})
+    assert (ctx.carry["depth"] == R).all()
 
 
 @torch.no_grad()

@@ -208,8 +208,7 @@ class TokenChoice(Routed):
 
     def route(self, h: Tensor, ctx: LoopContext) -> tuple[Tensor, Tensor]:
         rows = ctx.carry["rows"]
-        goes_on = ctx.carry["choice"].gather(1, rows) >= ctx.step
-        return goes_on & ctx.carry["real"], ctx.carry["weight"].gather(1, rows)
+        return ctx.carry["choice"].gather(1, rows) >= ctx.step, ctx.carry["weight"].gather(1, rows)
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         rows, g = ctx.carry["rows"], ctx.carry["g"]
