@@ -142,8 +142,8 @@ def short(config: RunConfig) -> RunConfig:
 
 
 def _presets() -> dict[str, Callable[[], RunConfig]]:
-    makers = {"grt-nano": grt_nano, "grt-nano-paper": grt_nano_paper, "dense-nano": dense_nano, "demo": demo}
-    makers |= {f"{method}-nano": partial(nano, method) for method in [*METHODS, *VARIANTS] if method != "grt"}
+    makers: dict[str, Callable[[], RunConfig]] = {f"{m}-nano": partial(nano, m) for m in [*METHODS, *VARIANTS]}
+    makers |= {"grt-nano": grt_nano, "grt-nano-paper": grt_nano_paper, "dense-nano": dense_nano, "demo": demo}
     makers |= {f"{row}-nano": lambda row=row: ladder(row, grt_nano(), f"{row}-nano") for row in LADDER}
     for size, (dense, layouts) in SIZES.items():
         makers[f"dense-{size}"] = dense
