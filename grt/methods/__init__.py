@@ -7,6 +7,7 @@ from typing import NamedTuple
 from grt.config import ConfigError, ModelConfig
 from grt.methods.grt import GRT, Reinjection
 from grt.methods.ladder import StateNoise
+from grt.methods.poisson import Huginn, Poisson, heavy_tail
 from grt.model.depth import DepthSampler, fixed, uniform
 from grt.model.recurrent import RecurrentDepthModel
 from grt.model.rule import UpdateRule
@@ -31,6 +32,8 @@ METHODS = {
     "ladder-noise": Method(StateNoise, any_depth),
     "ladder-inject": Method(Reinjection, any_depth),
     "grt": Method(GRT, any_depth),
+    "poisson": Method(Poisson, heavy_tail),
+    "huginn": Method(Huginn, heavy_tail),
 }
 
 
