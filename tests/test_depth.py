@@ -1,5 +1,7 @@
 """Depth: the samplers of training depths, and the one check of a depth that somebody asks for."""
 
+import math
+import random
 import subprocess
 import sys
 import warnings
@@ -9,7 +11,7 @@ import pytest
 
 from grt.config import ConfigError, ModelConfig
 from grt.methods import METHODS, depth_sampler
-from grt.model.depth import Depth, fixed, uniform
+from grt.model.depth import Depth, fixed, lognormal_poisson, uniform
 
 R = 6
 
@@ -76,12 +78,91 @@ def test_means():
     assert {fixed(R)(0, step, 0) for step in range(50)} == {Depth(R)}
 
 
+UNCAPPED = 10**6
+# r-bar, median, 95 % and 99 % quantiles, P(r > r-bar + 1), E[min(r, 8)], E[min(r, 4)]
+HEAVY_TAILS = [
+    (3, 4, 8, 12, 0.34, 3.88, 3.11),
+    (5, 5, 13, 17, 0.36, 5.32, 3.60),
+    (9, 9, 21, 29, 0.38, 6.89, 3.90),
+    (10, 10, 23, 31, 0.38, 7.11, None),
+    (32, 29, 67, 94, 0.40, None, None),
+]
+
+
+def check_draws(mean: int, cap: int, n: int, tolerance: float) -> None:
+    """Mean, spread and quantiles of n draws against the exact ones."""
+    sampler, rng = lognormal_poisson(mean, 0.5, cap, 8), random.Random(0)
+    draws = sorted(sampler.draw(rng) for _ in range(n))
+    if cap == UNCAPPED:
+        expected, sd = mean + 1, math.sqrt(mean + mean**2 * math.expm1(0.25))
+        for share, want in zip((0.5, 0.95, 0.99), *[row[1:4] for row in HEAVY_TAILS if row[0] == mean], strict=True):
+            assert abs(draws[int(share * n)] - want) <= 1
+    else:
+        expected = sampler.mean
+        sd = math.sqrt(math.fsum(p * (r - expected) ** 2 for r, p in sampler.probabilities.items()))
+        assert draws[-1] == cap
+    assert draws[0] == 1
+    average = sum(draws) / n
+    assert average == pytest.approx(expected, rel=tolerance)
+    assert math.sqrt(sum((r - average) ** 2 for r in draws) / n) == pytest.approx(sd, rel=tolerance)
+
+
+@pytest.mark.parametrize(("mean", "cap"), [(5, UNCAPPED), (9, UNCAPPED), (9, 40), (3, 7)])
+def test_lognormal_poisson_draws(mean, cap):
+    check_draws(mean, cap, n=100_000, tolerance=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mean", [row[0] for row in HEAVY_TAILS])
+def test_a_million_lognormal_poisson_draws(mean):
+    check_draws(mean, UNCAPPED, n=1_000_000, tolerance=0.01)
+    check_draws(mean, 4 * mean + 4, n=1_000_000, tolerance=0.01)
+
+
+@pytest.mark.parametrize(("mean", "median", "q95", "q99", "deeper", "grad8", "grad4"), HEAVY_TAILS)
+def test_lognormal_poisson_probabilities(mean, median, q95, q99, deeper, grad8, grad4):
+    sampler = lognormal_poisson(mean, 0.5, 1000, 8)
+    p = sampler.probabilities
+    assert min(p) == 1 and min(p.values()) >= 0 and math.fsum(p.values()) == pytest.approx(1, abs=1e-12)
+    assert sampler.mean == pytest.approx(mean + 1, rel=1e-8)
+    variance = math.fsum(q * (r - mean - 1) ** 2 for r, q in p.items())
+    assert variance == pytest.approx(mean + mean**2 * math.expm1(0.25), rel=1e-6)
+    for share, want in ((0.5, median), (0.95, q95), (0.99, q99)):
+        below = math.fsum(q for r, q in p.items() if r < want)
+        assert below < share <= below + p[want]
+    assert math.fsum(q for r, q in p.items() if r > mean + 1) == pytest.approx(deeper, abs=0.006)
+    for k, want in ((8, grad8), (4, grad4)):
+        if want is not None:
+            assert math.fsum(q * min(r, k) for r, q in p.items()) == pytest.approx(want, abs=0.006)
+
+
+def test_lognormal_poisson_cap_and_limits():
+    free, capped = (lognormal_poisson(9, 0.5, cap, 8).probabilities for cap in (1000, 12))
+    assert list(capped) == list(range(1, 13))
+    assert all(capped[r] == pytest.approx(free[r], rel=1e-9) for r in range(1, 12))
+    assert capped[12] == pytest.approx(math.fsum(p for r, p in free.items() if r >= 12), rel=1e-9)
+    poisson = lognormal_poisson(4, 0, 60, 8).probabilities
+    for r in (1, 5, 20):  # without spread a plain Poisson number
+        assert poisson[r] == pytest.approx(math.exp(-4) * 4 ** (r - 1) / math.factorial(r - 1), rel=1e-9)
+    for sampler in (lognormal_poisson(0, 0.5, 4, 8), lognormal_poisson(9, 0.5, 1, 8)):
+        assert sampler.probabilities == {1: 1.0} and {sampler(0, i, 0) for i in range(50)} == {Depth(1, 8)}
+
+
+def test_lognormal_poisson_draws_are_pinned():
+    draw = lognormal_poisson(9, 0.5, 40, 8)
+    assert [draw(1337, step, slot).steps for step in range(4) for slot in range(3)] == [
+        15, 5, 16, 3, 7, 7, 10, 13, 7, 5, 6, 5,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_depth_sampler_of_a_config(method):
     config = ModelConfig(method=method, layout="1+1x6+1")
-    draws = [depth_sampler(config)(0, step, 0).steps for step in range(300)]
-    assert sum(draws) / 300 == pytest.approx(depth_sampler(config).mean, abs=0.4)
-    assert {depth_sampler(config, "fixed")(0, step, 0) for step in range(20)} == {Depth(6)}
+    sampler = depth_sampler(config)
+    draws = [sampler(0, step, 0).steps for step in range(300)]
+    assert sum(draws) / 300 == pytest.approx(sampler.mean, abs=0.4)
+    assert {depth_sampler(config, "fixed")(0, step, 0) for step in range(20)} == {Depth(6, sampler.grad_steps)}
     dense = ModelConfig(method=method, layout="8L")
     assert {depth_sampler(dense)(0, step, 0) for step in range(20)} == {Depth(0)} and depth_sampler(dense).mean == 0
 

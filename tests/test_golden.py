@@ -26,6 +26,8 @@ CASES = {
     "dense": ("ladder", "3L"),
     "mor": ("mor", "1+1x4+1"),
     "mor-token": ("mor-token", "1+1x4+1"),
+    "poisson": ("poisson", "1+1x4+1"),
+    "huginn": ("huginn", "1+1x4+1"),
 }
 
 

@@ -8,6 +8,7 @@ from grt.config import ConfigError, ModelConfig
 from grt.methods.grt import GRT, Reinjection
 from grt.methods.ladder import StateNoise
 from grt.methods.mor import ExpertChoice, TokenChoice
+from grt.methods.poisson import Huginn, Poisson, heavy_tail
 from grt.model.depth import DepthSampler, fixed, uniform
 from grt.model.recurrent import RecurrentDepthModel
 from grt.model.rule import UpdateRule
@@ -34,6 +35,8 @@ METHODS = {
     "grt": Method(GRT, any_depth),
     "mor": Method(ExpertChoice, full_depth),
     "mor-token": Method(TokenChoice, full_depth),
+    "poisson": Method(Poisson, heavy_tail),
+    "huginn": Method(Huginn, heavy_tail),
 }
 
 

@@ -148,14 +148,19 @@ class Embedding(nn.Module):
         return self.tokens(ids) + self.positions.weight[: ids.shape[1]]
 
 
-def init_gpt2(model: nn.Module, n_executions: int) -> None:
-    """GPT-2's initialisation: N(0, 0.02), zero biases; projections into the residual stream are smaller by
-    sqrt(2L), with L the block executions of a full pass, since each of them adds to the stream."""
+def init_normal(model: nn.Module, std: float, into_residual_std: float) -> None:
+    """Linears and embeddings from N(0, std), those that project into the residual stream apart, and zero biases."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             into_residual = name.endswith(("attn.out", "mlp.down"))
-            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_executions) if into_residual else 0.02)
+            nn.init.normal_(module.weight, std=into_residual_std if into_residual else std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight[: module.num_embeddings], std=0.02)  # rows of padding stay zero
+            nn.init.normal_(module.weight[: module.num_embeddings], std=std)  # rows of padding stay zero
+
+
+def init_gpt2(model: nn.Module, n_executions: int) -> None:
+    """GPT-2's initialisation: N(0, 0.02), zero biases; projections into the residual stream are smaller by
+    sqrt(2L), with L the block executions of a full pass, since each of them adds to the stream."""
+    init_normal(model, 0.02, 0.02 / math.sqrt(2 * n_executions))

@@ -43,3 +43,39 @@ def fixed(R: int, grad_steps: int | None = None) -> DepthSampler:
 def uniform(R: int) -> DepthSampler:
     """r ~ U{1..R} (subsec:depth_sampling)."""
     return DepthSampler(lambda rng: rng.randint(1, R), dict.fromkeys(range(1, R + 1), 1 / R))
+
+
+def lognormal_poisson(mean: float, sigma: float, cap: int, grad_steps: int) -> DepthSampler:
+    """r ~ Poisson(e^tau) + 1, tau ~ N(log mean - sigma^2 / 2, sigma): mean + 1 steps on average, and a heavy tail
+    (arXiv 2502.05171, section 3). A draw beyond `cap` becomes `cap`."""
+    if mean == 0:
+        return fixed(1, grad_steps)
+    mu = math.log(mean) - sigma**2 / 2
+
+    def draw(rng: random.Random) -> int:
+        left, r = math.exp(rng.gauss(mu, sigma)), 1
+        while r < cap and (left := left - rng.expovariate(1)) > 0:  # arrivals at unit rate within e^tau are Poisson
+            r += 1
+        return r
+
+    return DepthSampler(draw, _lognormal_poisson_probabilities(mu, sigma, cap), grad_steps)
+
+
+def _lognormal_poisson_probabilities(mu: float, sigma: float, cap: int) -> dict[int, float]:
+    """The integral over tau by the trapezoidal rule, whose error vanishes exponentially once its steps are finer than
+    the integrand: a unit of z, and 1 / (sigma sqrt(r)), the width in z of a Poisson density at r."""
+    deepest = min(cap, math.exp(mu + 8 * sigma))
+    n = 64 + math.ceil(32 * sigma * math.sqrt(deepest))
+    nodes = [16 * i / n - 8 for i in range(n + 1)]
+    total = math.fsum(math.exp(-z * z / 2) for z in nodes)
+    # (log weight - e^tau, tau): what does not depend on r
+    terms = [(-z * z / 2 - math.log(total) - math.exp(mu + sigma * z), mu + sigma * z) for z in nodes]
+    probabilities, left = {}, 1.0
+    for r in range(1, cap):
+        log_factorial = math.lgamma(r)  # of r - 1
+        probabilities[r] = math.fsum(math.exp(a + (r - 1) * tau - log_factorial) for a, tau in terms)
+        left -= probabilities[r]
+        if left < 1e-12:  # a cap far out
+            break
+    probabilities[cap] = max(left, 0.0)
+    return probabilities
