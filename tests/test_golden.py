@@ -28,6 +28,7 @@ CASES = {
     "mor-token": ("mor-token", "1+1x4+1"),
     "poisson": ("poisson", "1+1x4+1"),
     "huginn": ("huginn", "1+1x4+1"),
+    "rrt": ("rrt", "1+1x4+1"),
 }
 
 
@@ -42,7 +43,8 @@ def write_text(path: Path) -> None:
 def config_of(name: str, text: Path) -> RunConfig:
     method, layout = CASES[name]
     # An open gate and loud noise: with the paper's +4 the core would hardly enter the losses of so short a run.
-    rule = {"gate_bias": 1.0, "state_noise": 0.5, "gate_noise": 0.5}
+    # Large deltas, for they begin at zero.
+    rule = {"gate_bias": 1.0, "state_noise": 0.5, "gate_noise": 0.5, "lora_scale": 32.0}
     return RunConfig(
         model=ModelConfig(method=method, layout=layout, d_model=32, n_heads=2, context=32, vocab_size=257, **rule),
         data=DataConfig(path=str(text), val_fraction=0.1),
@@ -108,6 +110,17 @@ def test_golden_losses(tmp_path, golden, name):
 def test_an_altered_recipe_is_noticed(tmp_path, golden, altered):
     with pytest.raises(AssertionError):
         compare(run("grt", tmp_path, **altered), golden["grt"])
+
+
+@pytest.mark.parametrize(
+    "altered",
+    [{"lora_scale": 30.0}, {"lora_rank": 7}, {"lora_targets": "attn.qkv,attn.out,mlp.up"}, {"layout": "1+1x3+1"}],
+    ids=str,
+)
+def test_altered_deltas_are_noticed(tmp_path, golden, altered):
+    got = run("rrt", tmp_path, model=altered) | {"depth": golden["rrt"]["depth"]}
+    with pytest.raises(AssertionError):
+        compare(got, golden["rrt"])
 
 
 def test_the_same_machine_repeats_itself_bit_by_bit(tmp_path):

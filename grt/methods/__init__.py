@@ -9,6 +9,7 @@ from grt.methods.grt import GRT, Reinjection
 from grt.methods.ladder import StateNoise
 from grt.methods.mor import ExpertChoice, TokenChoice
 from grt.methods.poisson import Huginn, Poisson, heavy_tail
+from grt.methods.rrt import RRT
 from grt.model.depth import DepthSampler, fixed, uniform
 from grt.model.recurrent import RecurrentDepthModel
 from grt.model.rule import UpdateRule
@@ -37,6 +38,7 @@ METHODS = {
     "mor-token": Method(TokenChoice, full_depth),
     "poisson": Method(Poisson, heavy_tail),
     "huginn": Method(Huginn, heavy_tail),
+    "rrt": Method(RRT, full_depth),
 }
 
 

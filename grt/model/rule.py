@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, d width, R steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from grt.model.block import Block, Stack, block_flops
 from grt.model.context import LoopContext
 
 CrossEntropy = Callable[[Tensor], Tensor]  # a state (B, T, d) -> nats of each token (B, T)
+Residual = Callable[[int, int, str], Tensor]  # step, core block, linear -> what tying took from its weight
 
 
 class Loss(NamedTuple):
@@ -46,6 +47,11 @@ class UpdateRule(nn.Module):
 
     def init_parameters(self, model: nn.Module) -> None:
         """Set what GPT-2's initialisation, which `model` has had, does not cover."""
+
+    def adopt(self, residual: Residual) -> dict[str, Any]:
+        """Take up what tying the layers of a dense model left over (grt/model/convert.py); returns notes for env.json.
+        Here it is lost."""
+        return {}
 
     def embed(self, x: Tensor) -> Tensor:
         """What enters the prelude, from the embedding (B, T, d)."""

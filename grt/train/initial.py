@@ -3,14 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grt.config import ConfigError, RunConfig
+from grt.methods import build_model
+from grt.model.convert import convert
 from grt.model.recurrent import RecurrentDepthModel
 from grt.train.checkpoint import find_checkpoint, read_manifest, read_tensors, weights_file
 
 # What the function of the weights depends on. The gate's start value and the noise may differ, they act in training
 # only; data, optimizer, schedule and seed are the new run's own.
+BACKBONE = ("d_model", "n_heads", "context", "vocab_size")
 SHARED = (
-    "method_name", "layout", "d_model", "n_heads", "context", "vocab_size", "gate_temperature", "start_std",
+    "method_name", "layout", *BACKBONE, "gate_temperature", "start_std",
     "lora_rank", "lora_scale", "lora_targets", "router", "router_scale", "loop_carry",
 )  # fmt: skip
 
@@ -18,23 +23,46 @@ SHARED = (
 def load_initial(model: RecurrentDepthModel, config: RunConfig) -> dict[str, Any]:
     """Fill `model` from the run, checkpoint or model folder train.init_from; returns what env.json keeps of it.
 
-    Of a run it takes the newest sound checkpoint. Raises ConfigError where the source is of another model or
+    Of a run it takes the newest sound checkpoint. A recurrent model may also begin as a dense one of as many layers as
+    it executes blocks, tied as train.init_tie says. Raises ConfigError where the source is of another model or
     tokenizer, and CheckpointError where it is missing or damaged.
     """
-    source = Path(config.train.init_from)
-    folder, theirs = find_checkpoint(source)
+    folder, theirs = find_checkpoint(Path(config.train.init_from))
+    ties = theirs.model.blocks.is_dense and not config.model.blocks.is_dense
+    check_source(theirs, config, ties)
+    expected = model.state_dict()
+    if ties:
+        with torch.device("meta"):
+            expected = build_model(theirs.model).state_dict()
+    path = weights_file(folder)
+    tensors = {name: tensor.float() for name, tensor in read_tensors(path, expected).items()}
+    manifest = read_manifest(folder)
+    facts = {"path": str(folder), "step": manifest["step"], "sha256": manifest["files"][path.name]["sha256"]}
+    if ties:
+        return facts | {"tied": convert(model, tensors, theirs.model.blocks, config.train.init_tie)}
+    model.load_state_dict(tensors)
+    return facts
+
+
+def check_source(theirs: RunConfig, config: RunConfig, ties: bool) -> None:
+    """ConfigError where weights of `theirs` cannot be this run's; a dense source need only have its width and depth."""
+    source, ours = config.train.init_from, config.model.blocks
+    n_layers, of_dense = ours.n_executions(), theirs.model.blocks.n_unique
+    if ties and of_dense != n_layers:
+        raise ConfigError(
+            f"train.init_from {source} is dense with {of_dense} layers, but model.layout {ours} executes {n_layers} "
+            f"blocks: start from a dense model of {n_layers} layers ({n_layers}L)."
+        )
     pairs: list[tuple[str, Any, Any, str]] = [
-        (f"model.{name}".removesuffix("_name"), theirs.model, config.model, name) for name in SHARED
+        (f"model.{name}".removesuffix("_name"), theirs.model, config.model, name)
+        for name in (BACKBONE if ties else SHARED)
     ]
     pairs.append(("data.tokenizer", theirs.data, config.data, "tokenizer"))
     for label, there, here, name in pairs:
         if getattr(there, name) != getattr(here, name):
+            structural = name in ("method_name", "layout") and not ours.is_dense
+            other = f"a dense model of {n_layers} layers ({n_layers}L)" if structural else "other weights"
             raise ConfigError(
                 f"train.init_from {source} has {label} {getattr(there, name)}, this run {getattr(here, name)}: "
-                f"set --{label.replace('_', '-')} to its value, or start from other weights."
+                f"set --{label.replace('_', '-')} to its value, or start from {other}."
             )
-    path = weights_file(folder)
-    tensors = read_tensors(path, model.state_dict())
-    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    manifest = read_manifest(folder)
-    return {"path": str(folder), "step": manifest["step"], "sha256": manifest["files"][path.name]["sha256"]}
