@@ -20,7 +20,12 @@ from grt.train.loop import Trainer
 
 FOLDER = Path(__file__).parent / "assets" / "golden"
 STEPS = 20
-CASES = {"grt": ("grt", "1+1x4+1"), "ladder": ("ladder", "1+1x4+1"), "dense": ("ladder", "3L")}
+CASES = {
+    "grt": ("grt", "1+1x4+1"),
+    "ladder": ("ladder", "1+1x4+1"),
+    "dense": ("ladder", "3L"),
+    "ouro": ("ouro", "1+1x4+1"),
+}
 
 
 def write_text(path: Path) -> None:

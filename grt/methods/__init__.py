@@ -7,6 +7,7 @@ from typing import NamedTuple
 from grt.config import ConfigError, ModelConfig
 from grt.methods.grt import GRT, Reinjection
 from grt.methods.ladder import StateNoise
+from grt.methods.ouro import Ouro
 from grt.model.depth import DepthSampler, fixed, uniform
 from grt.model.recurrent import RecurrentDepthModel
 from grt.model.rule import UpdateRule
@@ -31,6 +32,7 @@ METHODS = {
     "ladder-noise": Method(StateNoise, any_depth),
     "ladder-inject": Method(Reinjection, any_depth),
     "grt": Method(GRT, any_depth),
+    "ouro": Method(Ouro, full_depth),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from grt.config import ConfigError, RunConfig
 from grt.model.recurrent import RecurrentDepthModel
 from grt.train.checkpoint import find_checkpoint, read_manifest, read_tensors, weights_file
+from grt.train.stage import check_source
 
 # What the function of the weights depends on. The gate's start value and the noise may differ, they act in training
 # only; data, optimizer, schedule and seed are the new run's own.
@@ -23,6 +24,7 @@ def load_initial(model: RecurrentDepthModel, config: RunConfig) -> dict[str, Any
     """
     source = Path(config.train.init_from)
     folder, theirs = find_checkpoint(source)
+    check_source(config, theirs)
     pairs: list[tuple[str, Any, Any, str]] = [
         (f"model.{name}".removesuffix("_name"), theirs.model, config.model, name) for name in SHARED
     ]
