@@ -225,6 +225,7 @@ SANDWICH = {
         ("poisson", "1+2x3+1", CORE, POISSON_RULE),
         ("huginn", "1+2x3+1", CORE, POISSON_RULE | SANDWICH),
         ("rrt", "1+2x3+1", CORE, RRT_RULE),
+        ("ouro", "1+2x3+1", CORE, {"rule.gate.weight": ("1", "d"), "rule.gate.bias": ("1",)}),
         ("ladder", "3L", ("prelude.0", "prelude.1", "prelude.2"), {}),
         ("grt", "3L", ("prelude.0", "prelude.1", "prelude.2"), {}),
     ],
@@ -232,7 +233,7 @@ SANDWICH = {
 def test_state_dict(tiny, method, layout, blocks, rule):
     """Names and shapes are a file format: checkpoints, exports and other tools read them."""
     want = OUTSIDE | {f"{block}.{name}": shape for block in blocks for name, shape in BLOCK.items()} | rule
-    sizes = {"d": 16, "2d": 32, "3d": 48, "4d": 64, "V": 23, "T": 12}
+    sizes = {"1": 1, "d": 16, "2d": 32, "3d": 48, "4d": 64, "V": 23, "T": 12}
     got = {name: tuple(x.shape) for name, x in tiny(method, layout).state_dict().items()}
     assert got == {name: tuple(sizes.get(s, s) for s in shape) for name, shape in want.items()}
 

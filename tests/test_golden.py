@@ -29,6 +29,7 @@ CASES = {
     "poisson": ("poisson", "1+1x4+1"),
     "huginn": ("huginn", "1+1x4+1"),
     "rrt": ("rrt", "1+1x4+1"),
+    "ouro": ("ouro", "1+1x4+1"),
 }
 
 

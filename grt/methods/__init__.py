@@ -8,6 +8,7 @@ from grt.config import ConfigError, ModelConfig
 from grt.methods.grt import GRT, Reinjection
 from grt.methods.ladder import StateNoise
 from grt.methods.mor import ExpertChoice, TokenChoice
+from grt.methods.ouro import Ouro
 from grt.methods.poisson import Huginn, Poisson, heavy_tail
 from grt.methods.rrt import RRT
 from grt.model.depth import DepthSampler, fixed, uniform
@@ -34,11 +35,12 @@ METHODS = {
     "ladder-noise": Method(StateNoise, any_depth),
     "ladder-inject": Method(Reinjection, any_depth),
     "grt": Method(GRT, any_depth),
-    "mor": Method(ExpertChoice, full_depth),
-    "mor-token": Method(TokenChoice, full_depth),
     "poisson": Method(Poisson, heavy_tail),
     "huginn": Method(Huginn, heavy_tail),
     "rrt": Method(RRT, full_depth),
+    "mor": Method(ExpertChoice, full_depth),
+    "mor-token": Method(TokenChoice, full_depth),
+    "ouro": Method(Ouro, full_depth),
 }
 
 

@@ -18,7 +18,8 @@ class LoopContext:
     intervening are the same thing. Names: anchor, input, proposal, gate, state, attention, state_noise, gate_noise; and
     of methods other than GRT those that their files name.
     adapt: function(name, x, y) that turns the output y of a block's linear `name` on x into what takes its place.
-    recompute: the loss computes its read-outs (coda, head) again in the backward pass instead of keeping them.
+    recompute: the loss computes its read-outs (coda, head) again in the backward pass instead of keeping them; taps
+    in the coda are then called a second time, with the step as it was.
     """
 
     taps: Mapping[str, Tap] = field(default_factory=dict)

@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, d width, R steps, V vocabulary.
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -81,12 +82,12 @@ class RecurrentDepthModel(nn.Module):
         """The training loss of one slot, as the method defines it; targets (B, T) are the next tokens."""
         ctx = ctx or LoopContext()
 
-        def ce(h: Tensor) -> Tensor:
+        def ce(h: Tensor, ctx: LoopContext = ctx) -> Tensor:
             logits = self.logits(h, ctx).float().flatten(0, 1)
             return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
 
         def recomputed(h: Tensor) -> Tensor:
-            return checkpoint(ce, h, use_reentrant=False)
+            return checkpoint(ce, h, replace(ctx), use_reentrant=False)  # the loop moves on: keep where it is
 
         loss = self.rule.loss if stage == 1 else self.rule.second_loss
         return loss(self.states(ids, ctx, depth), recomputed if ctx.recompute else ce, ctx)

@@ -32,7 +32,7 @@ from grt.config import ConfigError, RunConfig, config_hash, load
 from grt.data.shards import sync_folder
 from grt.methods import build_model
 from grt.model.recurrent import RecurrentDepthModel
-from grt.train.optim import MOMENTS, optimizer_tensors
+from grt.train.optim import MOMENTS, learning, optimizer_tensors
 
 FORMAT = 1
 WEIGHTS = ("model.safetensors", "model.safetensors.zst")
@@ -204,7 +204,8 @@ class Checkpoints:
         if absent := FOR_RESUME - manifest["files"].keys():
             raise CheckpointError(f"{folder / 'manifest.json'} lists no {min(absent)}: use another checkpoint.")
         weights = read_tensors(folder / "model.safetensors", model.state_dict())
-        expected = {f"{name}.{key}": p for name, p in model.state_dict().items() for key in MOMENTS}
+        saved = model.state_dict()
+        expected = {f"{name}.{key}": saved[name] for name, _ in learning(model) for key in MOMENTS}
         moments = read_tensors(folder / "optimizer.safetensors", expected)
         return weights, moments, read_state(folder / "state.json", manifest["step"])
 

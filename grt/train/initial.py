@@ -10,6 +10,7 @@ from grt.methods import build_model
 from grt.model.convert import convert
 from grt.model.recurrent import RecurrentDepthModel
 from grt.train.checkpoint import find_checkpoint, read_manifest, read_tensors, weights_file
+from grt.train.stage import check_stage_source
 
 # What the function of the weights depends on. The gate's start value and the noise may differ, they act in training
 # only; data, optimizer, schedule and seed are the new run's own.
@@ -29,6 +30,7 @@ def load_initial(model: RecurrentDepthModel, config: RunConfig) -> dict[str, Any
     """
     folder, theirs = find_checkpoint(Path(config.train.init_from))
     ties = theirs.model.blocks.is_dense and not config.model.blocks.is_dense
+    check_stage_source(config, theirs)
     check_source(theirs, config, ties)
     expected = model.state_dict()
     if ties:

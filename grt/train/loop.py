@@ -35,6 +35,7 @@ from grt.train.monitor import monitor, warnings_for
 from grt.train.optim import learning_rate, make_optimizer
 from grt.train.plots import draw_curve
 from grt.train.resume import changed_environment, restore
+from grt.train.stage import PASSES, enter_stage
 
 
 def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:
@@ -84,6 +85,7 @@ class Trainer:
         self.sampler = depth_sampler(config.model, config.train.depth)
         torch.manual_seed(slot_seed(config.train.seed, -1, 0))
         self.model = build_model(config.model).to(self.device).train()
+        enter_stage(self.model, config)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.checkpoints = Checkpoints(self.out, self.hash, config.train.keep)
         self.state, skipped = restore(self.checkpoints, self.model, self.optimizer) if resume else (State(), [])
@@ -199,8 +201,8 @@ class Trainer:
         row = {
             "tokens": self.state.step * tokens, "loss": total, "loss_lm": lm, "aux": total - lm, "lr": rate,
             "grad_norm": norm.item(), "depth": depths, "tokens_per_s": tokens / seconds,
-            "mfu": 3 * float(forward) * tokens / seconds / self.state.peak, "seconds": self.state.seconds,
-            "peak_bytes": self._peak_bytes(),
+            "mfu": PASSES[config.train.stage] * float(forward) * tokens / seconds / self.state.peak,
+            "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
         }  # fmt: skip
         self.log.write("train", self.state.step, **row)
         return row
@@ -219,7 +221,7 @@ class Trainer:
         torch.manual_seed(slot_seed(config.train.seed, step, slot))
         with autocast(self.device, self.dtype):
             depth = depth or self.sampler(config.train.seed, step, slot)
-            return self.model.loss(ids.to(self.device), targets.to(self.device), depth, ctx)
+            return self.model.loss(ids.to(self.device), targets.to(self.device), depth, ctx, config.train.stage)
 
     def _stop_non_finite(self, what: str, slot: int, depths: list[int]) -> None:
         step = self.state.step

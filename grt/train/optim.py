@@ -1,6 +1,7 @@
 """AdamW as the paper's recipe sets it (sec:experiments): its groups, its schedule, its state in a checkpoint."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,15 @@ from grt.config import OptimConfig
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def learning(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are trained, with their names."""
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+
+
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices (two dimensions or more) only."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    """AdamW with weight decay on matrices (two dimensions or more) only; what is frozen is left out."""
+    matrices = [p for _, p in learning(model) if p.ndim >= 2]
+    vectors = [p for _, p in learning(model) if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -35,7 +41,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     saved = model.state_dict()
     return {
         f"{name}.{key}": optimizer.state[p][key][: len(saved[name])].cpu()
-        for name, p in model.named_parameters()
+        for name, p in learning(model)
         for key in MOMENTS
     }
 
@@ -43,7 +49,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], step: int
 ) -> None:
-    for name, p in model.named_parameters():
+    for name, p in learning(model):
         moments = {key: torch.zeros_like(p) for key in MOMENTS}
         for key, moment in moments.items():
             saved = tensors[f"{name}.{key}"]

@@ -1,0 +1,367 @@
+"""Ouro (arXiv 2510.25741): its update, exits and losses against loops over single tokens.
+
+Shapes: B batch, T tokens, d width, R steps, V vocabulary.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grt.config import ConfigError, ModelConfig
+from grt.methods import build_model, depth_sampler
+from grt.methods.ouro import Ouro, exit_distribution, exit_step
+from grt.model import cost
+from grt.model.context import LoopContext
+from grt.model.depth import Depth
+from grt.model.precision import autocast
+from grt.train.memory import training_peak
+
+both_carries = pytest.mark.parametrize("carry", ["normed", "raw"])
+
+
+def with_zero(x, ctx):
+    return torch.zeros_like(x)
+
+
+def naive_states(model, ids, k):
+    """h_1..h_k and lambda_1..lambda_k."""
+    gate, ctx = model.rule.gate, LoopContext()
+    h, states, lambdas = model.prelude(model.embed(ids), ctx), [], []
+    for _ in range(k):
+        o = model.core(h, ctx)
+        z = model.ln_f(o)
+        h = z if model.config.loop_carry == "normed" else o
+        states.append(h)
+        lambdas.append(1 / (1 + torch.exp(-(z * gate.weight[0]).sum(-1) - gate.bias[0])))
+    return states, lambdas
+
+
+def naive_ce(model, h, targets):
+    """In float32, as the model has it, whatever the weights are in."""
+    logits = torch.nn.functional.linear(model.ln_f(model.coda(h, LoopContext())), model.embed.tokens.weight)
+    return -logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+
+def naive_p(lambdas):
+    """p_1..p_R of one token, each a product written out."""
+    R, p = len(lambdas), []
+    for t in range(1, R + 1):
+        product = 1.0 if t == R else lambdas[t - 1]
+        for j in range(1, t):
+            product = product * (1 - lambdas[j - 1])
+        p.append(product)
+    return p
+
+
+def naive_loss(model, ids, targets, k):
+    states, lambdas = naive_states(model, ids, k)
+    losses = [naive_ce(model, h, targets) for h in states]
+    total = 0.0
+    for b in range(ids.shape[0]):
+        for i in range(ids.shape[1]):
+            for t, p_t in enumerate(naive_p([x[b, i] for x in lambdas])):
+                total = total + p_t * losses[t][b, i] + model.config.exit_beta * p_t * torch.log(p_t)
+    return total / ids.numel(), losses
+
+
+@both_carries
+@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["1+2x3+1", "0+1x3+0"])
+def test_the_loss_of_stage_one_and_its_gradient(tiny, ids, carry, k, layout):
+    """p is not detached: the gate learns from CE, everything else from the weighted CE."""
+    model, targets = tiny("ouro", layout, loop_carry=carry, exit_beta=0.3).train(), ids.roll(-1, 1)
+    want, losses = naive_loss(model, ids, targets, k)
+    got = model.loss(ids, targets, Depth(k))
+    torch.testing.assert_close(got.total, want, rtol=1e-7, atol=0)
+    torch.testing.assert_close(got.lm, losses[-1].mean(), rtol=1e-6, atol=0)
+    parameters = list(model.parameters())
+    pairs = zip(*(torch.autograd.grad(x, parameters) for x in (got.total, want)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@both_carries
+def test_states_gates_and_readout(tiny, ids, carry):
+    model = tiny("ouro", loop_carry=carry)
+    seen, ctx = [], LoopContext()
+    ctx.taps = {"exit": lambda x, ctx: seen.append((ctx.step, x))}
+    got = list(model.states(ids, ctx, Depth(3)))
+    states, lambdas = naive_states(model, ids, 3)
+    assert torch.equal(got[0], model.prelude(model.embed(ids), LoopContext()))
+    for h, want in zip(got[1:], states, strict=True):
+        torch.testing.assert_close(h, want, rtol=1e-12, atol=1e-12)
+    assert [step for step, _ in seen] == [0, 1, 2], "h_0 has no gate"
+    for (_, x), kept, want in zip(seen, ctx.carry["exit"], lambdas, strict=True):
+        assert x.shape == (2, 12) and torch.equal(x, kept)
+        torch.testing.assert_close(x, want, rtol=1e-12, atol=1e-12)
+    again = list(model.states(ids, ctx, Depth(2)))
+    assert len(again) == 3 and len(ctx.carry["exit"]) == 2, "a pass begins with a list of its own"
+
+
+def test_the_norm_in_the_loop_is_the_final_norm(tiny, ids):
+    """No parameter is added, and the state has what ln_f gives it; raw states have not."""
+    normed, raw = (tiny("ouro", spread=0, loop_carry=carry) for carry in ("normed", "raw"))
+    assert normed.state_dict().keys() == raw.state_dict().keys()
+    h, o = (list(model.states(ids, LoopContext(), Depth(2)))[-1] for model in (normed, raw))
+    assert h.std(-1, unbiased=False).sub(1).abs().max() < 0.02 and o.std() < 0.5
+
+
+def test_a_fresh_gate_is_half_open(tiny, ids):
+    model = tiny("ouro", spread=0)
+    ctx = LoopContext()
+    list(model.states(ids, ctx, Depth(3)))
+    assert not model.rule.gate.weight.any() and not model.rule.gate.bias.any()
+    assert all((x == 0.5).all() for x in ctx.carry["exit"])
+
+
+def test_the_state_stays_single_under_autocast(tiny, ids):
+    model = tiny("ouro", dtype=torch.float32).train()
+    ctx = LoopContext()
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        states = list(model.states(ids, ctx, Depth(3)))
+        loss = model.loss(ids, ids, Depth(3))
+    assert all(x.dtype == torch.float32 for x in (*states, *ctx.carry["exit"], loss.total))
+
+
+unit = st.floats(0, 1, allow_subnormal=False)
+
+
+@given(st.lists(unit, min_size=1, max_size=12))
+def test_the_exit_distribution(lambdas):
+    p = exit_distribution(torch.tensor(lambdas, dtype=torch.float64)[:, None, None])
+    assert p.shape == (len(lambdas), 1, 1) and (p >= 0).all()
+    assert p.sum().item() == pytest.approx(1, abs=1e-12)
+    assert p.flatten().tolist() == pytest.approx(naive_p(lambdas), abs=1e-15)
+    listed = exit_distribution([torch.tensor([[x]], dtype=torch.float64) for x in lambdas])
+    assert torch.equal(p, listed)
+
+
+@given(st.lists(unit, min_size=1, max_size=8), unit)
+def test_the_exit_step(lambdas, q):
+    p = naive_p(lambdas)
+    total, want = 0.0, len(p)
+    for t, p_t in enumerate(p[:-1], 1):  # the last sum is one
+        total += p_t
+        if total >= q and q < 1:
+            want = t
+            break
+    got = exit_step(torch.tensor(p, dtype=torch.float64)[:, None, None], q)
+    assert got.item() == want
+    assert exit_step(torch.tensor(p)[:, None, None], 0).item() == 1
+    assert exit_step(torch.tensor(p)[:, None, None], 1).item() == len(p)
+
+
+@pytest.mark.parametrize("p", [[0.1] * 10, [0.7, 0.2, 0.1], [0.5, 0.5, 1e-12], [1 / 3] * 3, [0.3, 0.6999999]])
+def test_rounding_never_decides_the_last_exit(p):
+    """In float32 these sums are a little below one, or one before the last step."""
+    assert exit_step(torch.tensor(p)[:, None, None], 1).item() == len(p)
+    assert exit_step(torch.tensor(p)[:, None, None], 1 - 1e-9).item() in (len(p) - 1, len(p))
+
+
+def test_exits_at_a_sum_that_is_q():
+    assert exit_step(torch.tensor([0.5, 0.25, 0.25])[:, None, None], 0.5).item() == 1
+    assert exit_step(torch.tensor([0.5, 0.25, 0.25])[:, None, None], 0.75).item() == 2
+    many = torch.rand(4, 3, 5).softmax(0)
+    assert exit_step(many, 0.5).shape == (3, 5)
+
+
+def rule_of(R, **fields):
+    return Ouro(ModelConfig(method="ouro", layout=f"1+1x{R}+1", d_model=4, n_heads=1, **fields))
+
+
+def loss_of(rule, losses, lambdas, second=False):
+    """The rule's loss where states have given losses: a state is its own loss."""
+    states = iter([torch.full((1, 1), math.nan), *losses])
+    loss = rule.second_loss if second else rule.loss
+    return loss(states, lambda h: h, LoopContext(carry={"exit": list(lambdas)}))
+
+
+@pytest.mark.parametrize("R", [2, 4, 10])
+def test_entropy_pulls_to_the_uniform_distribution(R):
+    uniform = torch.tensor([1 / (R - t) for t in range(R)], dtype=torch.float64)[:, None, None].requires_grad_()
+    p = exit_distribution(uniform)
+    torch.testing.assert_close(p, torch.full_like(p, 1 / R), rtol=1e-12, atol=0)
+    equal = torch.ones(R, 1, 1, dtype=torch.float64)
+    total = loss_of(rule_of(R, exit_beta=2.0), equal, uniform).total
+    assert total.item() == pytest.approx(1 - 2 * math.log(R), rel=1e-12)
+    assert torch.autograd.grad(total, uniform)[0].abs().max() < 1e-12
+
+    ends = {}
+    for beta in (0.05, 100.0):
+        rule, a = rule_of(R, exit_beta=beta), torch.zeros(R, 1, 1, dtype=torch.float64, requires_grad=True)
+        losses = torch.linspace(2, 1, R, dtype=torch.float64)[:, None, None]  # deeper is better
+        optimizer = torch.optim.Adam([a], lr=0.05)
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss_of(rule, losses, torch.sigmoid(a)).total.backward()
+            optimizer.step()
+        ends[beta] = exit_distribution(torch.sigmoid(a)).flatten()
+    assert (ends[100.0] - 1 / R).abs().max() < 0.02 / R
+    assert ends[0.05][-1] > 1.3 / R, "with a small weight the better steps are taken"
+
+
+def test_without_exits_the_loss_is_that_of_the_last_step(tiny, ids):
+    model, targets = tiny("ouro", dtype=torch.float32).train(), ids.roll(-1, 1)
+    got = model.loss(ids, targets, Depth(3), LoopContext(taps={"exit": with_zero}))
+    want = naive_ce(model, naive_states(model, ids, 3)[0][-1], targets).mean()
+    assert torch.equal(got.total, got.lm)
+    torch.testing.assert_close(got.total, want, rtol=1e-6, atol=0)
+
+
+def test_exits_that_are_certain_stay_finite():
+    lambdas = torch.tensor([1.0, 0.0, 0.5, 1.0])[:, None, None].requires_grad_()
+    losses = torch.tensor([3.0, 2.0, 2.5, 1.0])[:, None, None]
+    first = loss_of(rule_of(4), losses, lambdas)
+    assert first.total.item() == 3.0 and first.lm.item() == 1.0
+    second = loss_of(rule_of(4), losses, lambdas, second=True)
+    for loss in (first, second):
+        assert loss.total.isfinite() and torch.autograd.grad(loss.total, lambdas)[0].isfinite().all()
+
+
+def test_labels_of_stage_two_by_hand():
+    """A gain of 0.1 nats means go on, a loss that rose means exit, one of gamma is undecided."""
+    losses, lambdas = [3.0, 2.9, 2.95, 2.945], [0.9, 0.3, 0.6, 0.2]
+    w = [1 / (1 + math.exp(-50 * 0.095)), 1 / (1 + math.exp(50 * 0.005)), 0.5]
+    assert w == pytest.approx([0.99142, 0.43782, 0.5], abs=1e-5)
+    terms = [
+        -w_t * math.log(1 - x) - (1 - w_t) * math.log(x) for w_t, x in zip(w, lambdas[1:], strict=True)
+    ]  # lambda_1 has no label
+    as_tensor = partial(torch.tensor, dtype=torch.float64)
+    got = loss_of(rule_of(4), as_tensor(losses)[:, None, None], as_tensor(lambdas)[:, None, None], second=True)
+    assert got.total.item() == pytest.approx(sum(terms) / 4, rel=1e-12)
+    assert got.lm.item() == 2.945
+
+
+def test_the_loss_of_stage_two(tiny, ids):
+    model, targets = tiny("ouro").train(), ids.roll(-1, 1)
+    states, lambdas = naive_states(model, ids, 3)
+    ce, want = [naive_ce(model, h, targets) for h in states], 0.0
+    for b in range(2):
+        for i in range(12):
+            for t in (1, 2):
+                gain = max(0.0, ce[t - 1][b, i].item() - ce[t][b, i].item())
+                w, x = 1 / (1 + math.exp(-50 * (gain - 0.005))), lambdas[t][b, i]
+                want = want - w * torch.log(1 - x) - (1 - w) * torch.log(x)
+    got = model.loss(ids, targets, Depth(3), stage=2)
+    torch.testing.assert_close(got.total, want / 24 / 3, rtol=1e-6, atol=0)
+    gate = list(model.rule.gate.parameters())
+    pairs = zip(*(torch.autograd.grad(x, gate) for x in (got.total, want / 72)), strict=True)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-8) for a, b in pairs)
+    assert not got.lm.requires_grad
+
+
+def test_the_read_outs_of_stage_two_are_not_kept(tiny, ids):
+    model = tiny("ouro").train()
+    flags = []
+    taps = {"attention": lambda x, ctx: flags.append(x.requires_grad) if ctx.section == "coda" else None}
+    for recompute in (False, True):
+        model.loss(ids, ids, Depth(3), LoopContext(taps=taps, recompute=recompute), stage=2).total.backward()
+    assert flags == [False] * 6
+
+
+def test_numbers_of_an_evaluation(tiny, ids):
+    model, targets = tiny("ouro"), ids.roll(-1, 1)
+    ctx = LoopContext()
+    with torch.inference_mode():
+        losses = {k: naive_ce(model, h, targets) for k, h in enumerate(model.states(ids, ctx, Depth(5)))}
+        got = model.rule.evaluation(losses, ctx)  # two steps beyond R do not enter
+    qs = (0.1, 0.3, 0.5, 0.7, 0.9)
+    assert list(got) == ["expected_loss", *(f"{what} at q={q}" for q in qs for what in ("loss", "depth"))]
+    depths = set()
+    for b in range(2):
+        for i in range(12):
+            p = naive_p([x[b, i].item() for x in ctx.carry["exit"][:3]])
+            want = sum(p_t * losses[t][b, i].item() for t, p_t in enumerate(p, 1))
+            assert got["expected_loss"][b, i].item() == pytest.approx(want, rel=1e-12)
+            for q in qs:
+                t = next(t for t in (1, 2, 3) if sum(p[:t]) >= q or t == 3)
+                assert got[f"depth at q={q}"][b, i] == t
+                assert got[f"loss at q={q}"][b, i] == losses[t][b, i]
+                depths.add(t)
+    assert depths == {1, 2, 3}
+
+
+def bend(x, ctx):
+    """Intervene in the coda, by another factor at each step."""
+    return x * (1 + 0.1 * ctx.step) if ctx.section == "coda" else None
+
+
+@pytest.mark.parametrize("method", ["ouro", "grt"])
+@pytest.mark.parametrize("taps", [{}, {"attention": bend}, {"state": lambda x, ctx: x + 0.1 * ctx.step}], ids=len)
+@pytest.mark.parametrize("depth", [Depth(1), Depth(3), Depth(3, grad_steps=2)], ids=str)
+def test_computing_read_outs_again_changes_nothing(tiny, ids, method, taps, depth):
+    model, results = tiny(method).train(), []
+    for recompute in (False, True):
+        torch.manual_seed(5)  # GRT's noise
+        ctx = LoopContext(taps=taps, recompute=recompute)
+        loss = model.loss(ids, ids.roll(-1, 1), depth, ctx)
+        results.append([loss.total, loss.lm, *torch.autograd.grad(loss.total, list(model.parameters()))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    assert torch.equal(results[0][0], results[1][0])
+
+
+def peak_of(method, recompute):
+    torch.manual_seed(0)
+    config = ModelConfig(method=method, layout="1+1x6+1", d_model=16, n_heads=2, context=64, vocab_size=3001)
+    model, ids = build_model(config).train(), torch.zeros(2, 64, dtype=torch.long)
+    return training_peak(model, lambda: model.loss(ids, ids, model.full_depth, LoopContext(recompute=recompute)).total)
+
+
+def test_peak_memory_does_not_grow_with_the_read_outs():
+    grt, ouro, kept = peak_of("grt", True), peak_of("ouro", True), peak_of("ouro", False)
+    assert ouro <= 1.5 * grt
+    assert kept > 2 * grt, "the logits do not dominate: the bound says nothing"
+
+
+@pytest.mark.parametrize(
+    ("layout", "d", "n_heads", "total"),
+    [
+        ("1+1x10+1", 768, 12, 60_649_729),
+        ("2+5x4+2", 1024, 16, 165_880_833),
+        ("1+5x6+5", 1280, 20, 282_095_361),
+    ],
+)
+def test_parameters_at_the_papers_sizes(layout, d, n_heads, total):
+    config = ModelConfig(method="ouro", layout=layout, d_model=d, n_heads=n_heads)
+    with torch.device("meta"):
+        ouro, strict = build_model(config), build_model(replace(config, method="ladder"))
+    count = cost.parameters(ouro)["total"]
+    assert count - cost.parameters(strict)["total"] == d + 1
+    assert count == total
+
+
+def test_every_read_out_costs():
+    model = build_model(ModelConfig(method="ouro", layout="1+1x4+1", d_model=16, n_heads=2, context=8, vocab_size=23))
+    one, head = 24 * 16**2 + 4 * 8 * 16, 2 * 16 * 23
+    assert cost.training_forward_flops(model, 4, 8) == one + 4 * (one + 2 * 16) + 4 * (one + head)
+
+
+def test_all_steps_always_run():
+    sampler = depth_sampler(ModelConfig(method="ouro", layout="1+1x4+1"))
+    assert {sampler(0, step, slot).steps for step in range(20) for slot in range(4)} == {4}
+    assert sampler.probabilities == {4: 1.0} and sampler.grad_steps is None
+
+
+def test_beyond_the_trained_depth_there_is_a_warning(tiny, ids):
+    model = tiny("ouro")
+    with pytest.warns(UserWarning, match="depth 5 is beyond the 3 steps"):
+        model.check_depth(5, least=1)
+    assert model(ids, Depth(5)).isfinite().all()
+
+
+def test_a_negative_weight_is_refused():
+    with pytest.raises(ConfigError, match=r"^model.exit_beta is -0.1: it must be at least 0.$"):
+        rule_of(2, exit_beta=-0.1)
+    assert rule_of(2, exit_beta=0.0).beta == 0
+
+
+def test_stage_two_needs_a_choice():
+    one = torch.full((1, 1, 1), 0.5)
+    with pytest.raises(ConfigError, match=r"^train.stage is 2, but model.layout 1\+1x1\+1 has one recurrence"):
+        loss_of(rule_of(1), one, one, second=True)
