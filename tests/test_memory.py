@@ -29,6 +29,14 @@ def test_the_peak_of_a_product_is_its_closed_form():
     assert 4 * n + 4 * 10 * 50 <= peak <= 4 * n + 2 * 4 * 10 * 50 + 100
 
 
+def test_what_is_frozen_has_neither_gradient_nor_moments():
+    layer = torch.nn.Linear(100, 50)
+    layer.weight.requires_grad_(False)
+    x = torch.ones(10, 100)
+    n = 4 * 100 * 50
+    assert n < training_peak(layer, lambda: layer(x).pow(2).sum()) < 1.5 * n
+
+
 def test_the_peak_grows_by_the_same_with_each_pass(tiny, ids):
     """MemTracker of torch.distributed refuses a core that runs twice; here each further pass keeps as much again."""
     model = tiny("grt", dtype=torch.float32).train()
