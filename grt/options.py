@@ -59,7 +59,7 @@ def starting_config(arguments: list[str]) -> tuple[RunConfig, list[str]]:
             return load(path / "config.json" if path.is_dir() else path), rest
     if "-h" in arguments or "--help" in arguments:
         return preset("grt-nano"), arguments
-    raise ConfigError(f"name a preset ({', '.join(PRESETS)}) or a file with --config.")
+    raise ConfigError("name a preset (`grt list` shows all, grt-nano is one) or a file with --config.")
 
 
 def takes_value(argument: str) -> bool:

@@ -5,6 +5,7 @@ The search that found the nano values is in dev/LOG.md.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from grt.config import ConfigError, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 
@@ -12,6 +13,22 @@ from grt.config import ConfigError, DataConfig, ModelConfig, OptimConfig, RunCon
 def change(config: RunConfig, **sections: dict) -> RunConfig:
     """Copy a config with some fields of some sections changed: change(c, model={"gate_bias": 0.0})."""
     return replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in sections.items()})
+
+
+# What each compared method adds to the recipe. Sources and choices are in the methods' own files.
+POISSON = {"start_std": 0.4**0.5, "mean_depth": 0.0, "depth_sigma": 0.5, "depth_cap": 0, "grad_steps": 8}
+METHODS: dict[str, dict] = {
+    "grt": {"gate_bias": 4.0, "gate_temperature": 1.0, "state_noise": 0.1, "gate_noise": 0.1},
+    "mor": {"capacities": "", "router": "linear", "router_scale": 0.1, "router_loss": 1e-3, "router_z_loss": 0.0},
+    "poisson": POISSON,
+    "rrt": {"lora_rank": 8, "lora_scale": 2.0, "lora_targets": "attn.qkv,attn.out,mlp.up,mlp.down"},
+    "ouro": {"exit_beta": 0.05, "loop_carry": "normed"},
+}
+VARIANTS: dict[str, dict] = {
+    "mor-token": {"router": "linear", "router_scale": 1.0, "router_loss": 0.1, "router_z_loss": 1e-5},
+    "huginn": POISSON,
+}
+LADDER = ("ladder-core", "ladder", "ladder-noise", "ladder-inject")  # rows 2 to 5; the first is a layout of `ladder`
 
 
 def grt_nano() -> RunConfig:
@@ -82,46 +99,66 @@ def dense_large() -> RunConfig:
     return replace(config, name="dense-large")
 
 
-def gated(dense: RunConfig, layout: str, regime: str) -> RunConfig:
-    """The GRT that the paper compares with a dense model: isoflop (as many block executions) or isoparam (as many
-    unique blocks); everything else is the dense model's."""
-    config = change(dense, model={"method": "grt", "layout": layout})
-    return replace(config, name=f"{dense.name.replace('dense', 'grt')}-{regime}")
+def nano(method: str) -> RunConfig:
+    """Another method under the recipe of grt-nano."""
+    fields = (METHODS | VARIANTS).get(method, {})
+    return replace(change(grt_nano(), model={"method": method, "gate_bias": 4.0, **fields}), name=f"{method}-nano")
 
 
-def grt_small_isoflop() -> RunConfig:
-    return gated(dense_small(), "1+1x10+1", "isoflop")
+# Size -> the dense model, and the layouts that tab:main compares it with: isoflop has as many block executions,
+# isoparam as many unique blocks.
+SIZES: dict[str, tuple[Callable[[], RunConfig], dict[str, str]]] = {
+    "small": (dense_small, {"isoflop": "1+1x10+1", "isoparam": "1+10x10+1"}),
+    "medium": (dense_medium, {"isoflop": "2+5x4+2", "isoparam": "2+20x4+2"}),
+    "large": (dense_large, {"isoflop": "1+5x6+5", "isoparam": "3+30x6+3"}),
+}
 
 
-def grt_small_isoparam() -> RunConfig:
-    return gated(dense_small(), "1+10x10+1", "isoparam")
+def sized(method: str, size: str, regime: str) -> RunConfig:
+    """A row of tab:main: everything but method and layout is the dense model's."""
+    dense, layouts = SIZES[size]
+    config = change(dense(), model={"method": method, "layout": layouts[regime], **METHODS[method]})
+    return replace(config, name=f"{method}-{size}-{regime}")
 
 
-def grt_medium_isoflop() -> RunConfig:
-    return gated(dense_medium(), "2+5x4+2", "isoflop")
+def ladder(row: str, base: RunConfig, name: str) -> RunConfig:
+    """Row 2 to 5 of the component ablation, under the recipe of the gated model `base`. Row 2 has no prelude and no
+    coda: their blocks join the core (R of them at a time) or, where that does not come out even, its repetitions."""
+    layout = base.model.blocks
+    if row == "ladder-core":
+        more, rest = divmod(layout.p + layout.c, layout.R)
+        again, odd = divmod(layout.p + layout.c, layout.n)
+        assert not rest or not odd, "no layout without prelude and coda has as many block executions"
+        n, R = (layout.n + more, layout.R) if not rest else (layout.n, layout.R + again)
+        changed = {"method": "ladder", "layout": f"0+{n}x{R}+0"}
+    else:
+        changed = {"method": row}
+    return replace(change(base, model={"gate_bias": 4.0, **changed}), name=name)
 
 
-def grt_medium_isoparam() -> RunConfig:
-    return gated(dense_medium(), "2+20x4+2", "isoparam")
+def short(config: RunConfig) -> RunConfig:
+    """tab:ablation_ladder_2k: 2,000 steps. The paper names no other warm-up; ours keeps its share of the run."""
+    return replace(change(config, train={"steps": 2000}, optim={"warmup_steps": 200}), name=f"{config.name}-2k")
 
 
-def grt_large_isoflop() -> RunConfig:
-    return gated(dense_large(), "1+5x6+5", "isoflop")
+def _presets() -> dict[str, Callable[[], RunConfig]]:
+    makers: dict[str, Callable[[], RunConfig]] = {f"{m}-nano": partial(nano, m) for m in [*METHODS, *VARIANTS]}
+    makers |= {"grt-nano": grt_nano, "grt-nano-paper": grt_nano_paper, "dense-nano": dense_nano, "demo": demo}
+    makers |= {f"{row}-nano": lambda row=row: ladder(row, grt_nano(), f"{row}-nano") for row in LADDER}
+    for size, (dense, layouts) in SIZES.items():
+        makers[f"dense-{size}"] = dense
+        for regime in layouts:
+            makers |= {f"{method}-{size}-{regime}": partial(sized, method, size, regime) for method in METHODS}
+    for row in LADDER:  # fig:ablation_ladder is small, tab:ablation_ladder_2k medium and short
+        small, medium = (partial(sized, "grt", size, "isoflop") for size in ("small", "medium"))
+        makers[f"{row}-small"] = lambda row=row, base=small: ladder(row, base(), f"{row}-small")
+        makers[f"{row}-medium-2k"] = lambda row=row, base=medium: short(ladder(row, base(), f"{row}-medium"))
+    for name in ("dense-medium", "grt-medium-isoflop"):
+        makers[f"{name}-2k"] = lambda make=makers[name]: short(make())
+    return makers
 
 
-def grt_large_isoparam() -> RunConfig:
-    return gated(dense_large(), "3+30x6+3", "isoparam")
-
-
-PRESETS: dict[str, Callable[[], RunConfig]] = {
-    make.__name__.replace("_", "-"): make
-    for make in (
-        grt_nano, grt_nano_paper, dense_nano, demo,
-        dense_small, grt_small_isoflop, grt_small_isoparam,
-        dense_medium, grt_medium_isoflop, grt_medium_isoparam,
-        dense_large, grt_large_isoflop, grt_large_isoparam,
-    )
-}  # fmt: skip
+PRESETS = _presets()
 
 
 def preset(name: str) -> RunConfig:

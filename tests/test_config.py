@@ -375,24 +375,51 @@ def test_committed_hashes_stay():
     }
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if "nano" not in name and name != "demo"])
+ROWS = {  # of tab:main and tab:hyperparams
+    "small": {"dense": "12L", "isoflop": "1+1x10+1", "isoparam": "1+10x10+1"},
+    "medium": {"dense": "24L", "isoflop": "2+5x4+2", "isoparam": "2+20x4+2"},
+    "large": {"dense": "36L", "isoflop": "1+5x6+5", "isoparam": "3+30x6+3"},
+}
+COMPARED = ("grt", "mor", "poisson", "rrt", "ouro")
+PAPER = {f"dense-{size}": ("dense", layouts["dense"]) for size, layouts in ROWS.items()} | {
+    f"{method}-{size}-{regime}": (method, layouts[regime])
+    for size, layouts in ROWS.items()
+    for regime in ("isoflop", "isoparam")
+    for method in COMPARED
+}
+LADDER = {  # tab:ablation_ladder_2k and fig:ablation_ladder; row 2 keeps the number of block executions
+    "ladder-core-small": ("ladder", "0+1x12+0"), "ladder-small": ("ladder", "1+1x10+1"),
+    "ladder-noise-small": ("ladder-noise", "1+1x10+1"), "ladder-inject-small": ("ladder-inject", "1+1x10+1"),
+}  # fmt: skip
+SHORT = {
+    "dense-medium-2k": ("dense", "24L"), "ladder-core-medium-2k": ("ladder", "0+6x4+0"),
+    "ladder-medium-2k": ("ladder", "2+5x4+2"), "ladder-noise-medium-2k": ("ladder-noise", "2+5x4+2"),
+    "ladder-inject-medium-2k": ("ladder-inject", "2+5x4+2"), "grt-medium-isoflop-2k": ("grt", "2+5x4+2"),
+}  # fmt: skip
+
+
+def test_every_row_of_the_paper_is_a_preset():
+    assert PAPER.keys() | LADDER.keys() | SHORT.keys() == {n for n in PRESETS if "nano" not in n and n != "demo"}
+    assert len(PAPER) == 33
+    for names in (LADDER, SHORT):
+        executions = {preset(name).model.blocks.n_executions() for name in names}
+        assert len(executions) == 1
+
+
+@pytest.mark.parametrize("name", [*PAPER, *LADDER, *SHORT])
 def test_the_papers_recipe(name):
-    """tab:hyperparams and sec:experiments, for every size and regime."""
+    """tab:hyperparams and sec:experiments, for every method, size and regime."""
     config = preset(name)
-    size = {"small": (768, 12), "medium": (1024, 16), "large": (1280, 20)}[name.split("-")[1]]
-    layouts = {
-        "dense-small": "12L", "grt-small-isoflop": "1+1x10+1", "grt-small-isoparam": "1+10x10+1",
-        "dense-medium": "24L", "grt-medium-isoflop": "2+5x4+2", "grt-medium-isoparam": "2+20x4+2",
-        "dense-large": "36L", "grt-large-isoflop": "1+5x6+5", "grt-large-isoparam": "3+30x6+3",
-    }  # fmt: skip
+    size = next(size for size in ROWS if f"-{size}" in name)
     model, optim, train = config.model, config.optim, config.train
-    assert (model.d_model, model.n_heads) == size and model.layout == layouts[name] and len(layouts) == 9
-    assert model.method_name == name.split("-")[0]
+    assert (model.d_model, model.n_heads) == {"small": (768, 12), "medium": (1024, 16), "large": (1280, 20)}[size]
+    assert (model.method_name, model.layout) == (PAPER | LADDER | SHORT)[name]
     assert (model.context, model.vocab_size, model.vocab_size + model.n_padding) == (1024, 50257, 50304)
     assert (model.gate_bias, model.gate_temperature, model.state_noise, model.gate_noise) == (4.0, 1.0, 0.1, 0.1)
     assert (config.n_slots, train.batch_size, train.tokens_per_step) == (60, 8, 491_520)
-    assert (train.steps, train.dtype, train.depth, config.data.tokenizer) == (20_000, "bf16", "method", "gpt2")
-    assert (optim.lr, optim.min_lr_ratio * optim.lr, optim.warmup_steps) == (6e-4, pytest.approx(6e-5), 2000)
+    assert (train.dtype, train.depth, config.data.tokenizer) == ("bf16", "method", "gpt2")
+    assert (train.steps, optim.warmup_steps) == ((2000, 200) if name in SHORT else (20_000, 2000))
+    assert (optim.lr, optim.min_lr_ratio * optim.lr) == (6e-4, pytest.approx(6e-5))
     assert (optim.beta1, optim.beta2, optim.weight_decay, optim.grad_clip) == (0.9, 0.95, 0.1, 1.0)
 
 

@@ -32,7 +32,7 @@ from grt.train.plots import draw_curve
 
 TRAIN = "kind step tokens loss loss_lm aux lr grad_norm depth tokens_per_s mfu seconds peak_bytes"
 EVAL = "kind step split tokens loss loss_by_depth bits_per_byte"
-MONITOR = "kind step warnings gate_mean gate_sd gate_saturation noise_to_signal state_change"
+MONITOR = "kind step warnings gate_mean gate_sd gate_saturation noise_to_signal state_change token_correlation"
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +238,7 @@ def test_every_kind_trains_in_both_precisions(config, tmp_path, model, dtype):
     assert list(rows(out, "eval")[0]["loss_by_depth"]) == (["0"] if dense else ["0", "1", "2", "3"])
     monitors = [set(row) - {"kind", "step", "warnings"} for row in rows(out, "monitor")]
     named = set(MONITOR.split()[3:])
-    assert monitors == ([] if dense else [named] if not model else [{"state_change"}])
+    assert monitors == ([] if dense else [named] if not model else [{"state_change", "token_correlation"}])
     reference = rows(out, "train")[0]["loss"]
     assert reference == pytest.approx(math.log(257), abs=0.3)
 
@@ -310,6 +310,8 @@ def naive_monitor(model, ids) -> dict[str, list[float]]:
         found["gate_saturation"].append(np.mean((values < 0.01) | (values > 0.99)))
         found["noise_to_signal"].append((eps.square().sum().sqrt() / h.square().sum().sqrt()).item())
         found["state_change"].append(((new - h).norm(dim=-1) / new.norm(dim=-1)).mean().item())
+        pairs = [(row[i], row[j]) for row in new for i in range(len(row)) for j in range(i)]
+        found["token_correlation"].append(np.mean([F.cosine_similarity(a, b, dim=0).item() for a, b in pairs]))
         h = new
     return found
 
@@ -348,7 +350,21 @@ def test_the_monitors_of_a_run_are_those_of_its_model(trained):
     ],
 )  # fmt: skip
 def test_ignored_depth_is_a_warning(losses, warned):
-    assert len(warnings_for(losses)) == warned
+    assert len(warnings_for(losses, {})) == warned
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"token_correlation": [0.5, 0.992, 0.999]}, "the states of all tokens point in one direction after step 2"),
+        ({"token_correlation": [0.5, 0.9]}, None),
+        ({"alive_share": [1.0, 0.25, 0.0, 0.0]}, "no token reaches step 3"),
+        ({"alive_share": [1.0, 1e-9]}, None),
+    ],
+)
+def test_known_failures_are_warnings(values, told):
+    found = warnings_for({0: 5.0, 1: 3.0, 2: 2.0}, values)
+    assert [text.startswith(told) for text in found] == [True] if told else found == []
 
 
 @pytest.mark.parametrize("at_full_depth", [2.0, 3.0])

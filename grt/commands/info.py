@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from grt.config import ConfigError
 from grt.options import parse
 
 
@@ -13,16 +14,25 @@ from grt.options import parse
 class Info:
     """Parameters, FLOPs and memory of a preset or a run."""
 
-    what: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PRESET|RUN")]
+    what: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PRESET|RUN")] = ""
     """A preset's name, or a run's folder."""
+    table1: bool = False
+    """The paper's Table 1 instead: its sizes and FLOPs beside ours."""
     json: bool = False
     """Print one JSON document."""
 
 
 def run_info(arguments: list[str]) -> int:
     command = parse(Info, arguments, "info")
-    from grt.report import info_report, show_info
+    if bool(command.what) == command.table1:
+        raise ConfigError("name a preset or a run's folder, or ask for --table1 alone.")
+    if command.table1:
+        from grt.paper.tab_main import show_table1, table1
 
-    report = info_report(command.what)
-    print(json.dumps(report)) if command.json else show_info(report)
+        report, show = table1(), show_table1
+    else:
+        from grt.report import info_report, show_info
+
+        report, show = info_report(command.what), show_info
+    print(json.dumps(report)) if command.json else show(report)
     return 0

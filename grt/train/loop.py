@@ -265,8 +265,9 @@ class Trainer:
         display.say(f"step {step}  validation loss {losses[R]:.4f}  bits per byte {bits:.4f}{depths}")
         if R:
             ids, _ = batch(self.val_split, seed=0, step=0, slot=0, rows=range(4), context=config.model.context)
-            warnings = warnings_for(losses)
-            self.log.write("monitor", step, warnings=warnings, **monitor(self.model, ids.to(self.device), self.dtype))
+            values = monitor(self.model, ids.to(self.device), self.dtype)
+            warnings = warnings_for(losses, values)
+            self.log.write("monitor", step, warnings=warnings, **values)
             for warning in warnings:
                 display.say(f"warning: {warning}")
         best = self.state.best_loss
