@@ -578,7 +578,7 @@ WRONG = [
     (["generate", "{run}", "--top-k", "-1"], "top_k is -1: it must be at least 0"),
     (["generate", "{run}", "--max-new-tokens", "-1"], "max_new_tokens is -1: it must be at least 0"),
     (["generate", "{run}", "--prompt", "\udcff"], "the prompt is not UTF-8"),
-    (["info"], "missing: PRESET|RUN"),
+    (["info"], "name a preset or a run's folder, or ask for --table1 alone"),
     (["info", "grt-nanno"], "did you mean grt-nano?"),
     (["info", "{texts}"], "{texts}/config.json does not exist"),
     (["list", "a", "b"], "unexpected argument 'b'"),

@@ -23,6 +23,8 @@ STEPS = 20
 CASES = {
     "grt": ("grt", "1+1x4+1"),
     "ladder": ("ladder", "1+1x4+1"),
+    "ladder-noise": ("ladder-noise", "1+1x4+1"),
+    "ladder-inject": ("ladder-inject", "1+1x4+1"),
     "dense": ("ladder", "3L"),
     "mor": ("mor", "1+1x4+1"),
     "mor-token": ("mor-token", "1+1x4+1"),

@@ -161,9 +161,8 @@ class ExpertChoice(Routed):
         return self.training or self.routing == "topk" or h.is_meta
 
     def n_kept(self, kept: Tensor, h: Tensor, ctx: LoopContext) -> int:
-        return (
-            self.capacity(ctx.step, h.shape[1]) if self.training else super().n_kept(kept, h, ctx)
-        )  # shapes are known
+        # Known in training without waiting for the device.
+        return self.capacity(ctx.step, h.shape[1]) if self.training else super().n_kept(kept, h, ctx)
 
     def route(self, h: Tensor, ctx: LoopContext) -> tuple[Tensor, Tensor]:
         real = ctx.carry["real"]

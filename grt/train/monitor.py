@@ -1,5 +1,7 @@
 """Is the recurrence alive? Statistics of one pass, collected through taps, and warnings where they look wrong."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -7,6 +9,7 @@ from torch.nn import functional as F
 from grt.model.context import LoopContext, Tap
 from grt.model.precision import autocast
 from grt.model.recurrent import RecurrentDepthModel
+from grt.model.rule import last_of
 
 
 class Recorder:
@@ -15,17 +18,14 @@ class Recorder:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.values: dict[str, list[float]] = {}
-        self.previous = torch.empty(0)  # the state before the step; the anchor's tap comes first
+        self.previous = torch.empty(0)  # the state before the step
         self.scores = torch.empty(0)  # what the router just said
         self.stay = torch.ones(())  # Ouro's S_t: the share of each token that has not left yet
-        names = ("anchor", "gate", "state", "state_noise", "router", "selected", "choice", "exit")
+        names = ("gate", "state", "state_noise", "router", "selected", "choice", "exit")
         self.taps = {name: getattr(self, name) for name in names}
 
     def note(self, name: str, value: Tensor) -> None:
         self.values.setdefault(name, []).append(value.item())
-
-    def anchor(self, h: Tensor, ctx: LoopContext) -> None:
-        self.previous = h.float()
 
     def gate(self, g: Tensor, ctx: LoopContext) -> None:
         g = g.float()
@@ -40,7 +40,6 @@ class Recorder:
         h = h.float()
         self.note("state_change", ((h - self.previous).norm(dim=-1) / h.norm(dim=-1).clamp_min(1e-12)).mean())
         self.note("token_correlation", token_correlation(h))
-        self.previous = h
 
     def router(self, scores: Tensor, ctx: LoopContext) -> None:
         self.scores = scores.float()
@@ -90,17 +89,17 @@ def monitor(model: RecurrentDepthModel, ids: Tensor, dtype: torch.dtype) -> dict
     was_training = model.training
     with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []), autocast(ids.device, dtype):
         torch.manual_seed(0)
-        run(model, ids, recorder.taps)
+        for h in run(model, ids, recorder.taps):
+            recorder.previous = h.float()
         if "router_entropy" in recorder.values:
             model.eval()
-            run(model, ids, {"alive": lambda alive, ctx: recorder.note("alive_share", alive.float().mean())})
+            last_of(run(model, ids, {"alive": lambda alive, ctx: recorder.note("alive_share", alive.float().mean())}))
             model.train(was_training)
     return recorder.values
 
 
-def run(model: RecurrentDepthModel, ids: Tensor, taps: dict[str, Tap]) -> None:
-    for _ in model.states(ids, LoopContext(taps=taps), model.full_depth):
-        pass
+def run(model: RecurrentDepthModel, ids: Tensor, taps: dict[str, Tap]) -> Iterator[Tensor]:
+    return model.states(ids, LoopContext(taps=taps), model.full_depth)
 
 
 ONE_DIRECTION = 0.99  # mean cosine between tokens above which their states no longer tell them apart
