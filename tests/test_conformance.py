@@ -192,6 +192,33 @@ def test_truncated_back_propagation(tiny, ids, method, k):
         assert not all(torch.allclose(a, b, rtol=1e-3) for a, b in zip(whole, want, strict=True))
 
 
+@recurrent
+def test_a_shared_weight_is_every_steps(tiny, ids, method):
+    """The core exists once: changing it changes what each step makes of one and the same state."""
+    model = tiny(method)
+
+    def steps_from_given_states():
+        given = torch.randn(4, 2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        taps = {"state": lambda h, ctx: made.append(h) or given[ctx.step]}
+        made: list[torch.Tensor] = []
+        states_of(model, ids, 3, taps)
+        return made
+
+    before = steps_from_given_states()
+    with torch.no_grad():
+        model.core[0].mlp.up.weight *= 1.5
+    after = steps_from_given_states()
+    assert len(after) == 3 and not any(map(torch.equal, before, after))
+
+
+@every_method
+def test_compiled_is_eager(tiny, ids, method, layout):
+    torch._dynamo.reset()
+    model = tiny(method, layout, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(ids), model(ids), rtol=1e-5, atol=1e-6)
+
+
 BLOCK = {
     "ln1.weight": ("d",), "ln1.bias": ("d",), "attn.qkv.weight": ("3d", "d"), "attn.qkv.bias": ("3d",),
     "attn.out.weight": ("d", "d"), "attn.out.bias": ("d",), "ln2.weight": ("d",), "ln2.bias": ("d",),

@@ -21,7 +21,9 @@ from grt.model.recurrent import RecurrentDepthModel
 
 def parameters(model: RecurrentDepthModel) -> dict[str, int]:
     padding = model.config.n_padding * model.config.d_model
-    total = sum(p.numel() for p in model.parameters()) - padding
+    # By storage, so that a weight which two modules share counts once even where each has a Parameter of its own.
+    own = {(p.untyped_storage()._cdata, p.storage_offset()): p.numel() for p in model.parameters()}
+    total = sum(own.values()) - padding
     positions = model.embed.positions.weight.numel()
     return {
         "total": total,
