@@ -42,6 +42,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.softmax(-1) @ v).view(B, H, T, c)
 
 
+def causal(new: int, tokens: int, device: torch.device) -> Tensor:
+    """Which of `tokens` keys the last `new` of them see: (new, tokens), those up to their own."""
+    return torch.ones(new, tokens, dtype=torch.bool, device=device).tril(tokens - new)
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
@@ -56,12 +61,19 @@ class Attention(nn.Module):
         # Split before the heads: the backward pass of unbinding a 5-d view would copy all of q, k, v once more.
         thirds = project("attn.qkv", self.qkv, x, ctx).split(d, dim=2)
         q, k, v = (z.view(B, T, self.n_heads, -1).transpose(1, 2) for z in thirds)  # (B, H, T, d/H)
+        visible = None
+        if ctx.cache is not None:
+            k, v, visible = ctx.cache.extend((ctx.section, ctx.block, ctx.step), k, v)
+        elif ctx.real is not None:
+            visible = causal(T, T, x.device) & ctx.real[:, None, None] | torch.eye(T, dtype=torch.bool, device=x.device)
         if "attention" in ctx.taps:  # the fused kernel never forms the probabilities that a tap wants to see
             scores = (q @ k.transpose(-2, -1)) / math.sqrt(d // self.n_heads)
-            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-            y = ctx.tap("attention", scores.masked_fill(future, -math.inf).softmax(-1)) @ v
-        else:
+            seen = causal(T, k.shape[2], x.device) if visible is None else visible
+            y = ctx.tap("attention", scores.masked_fill(~seen, -math.inf).softmax(-1)) @ v
+        elif ctx.cache is None and visible is None:
             y = attend(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None and T > 1)
         return project("attn.out", self.out, y.transpose(1, 2).reshape(B, T, d), ctx)
 
 
@@ -141,7 +153,9 @@ class Embedding(nn.Module):
         self.tokens = TokenEmbedding(vocab_size, d, padding)
         self.positions = nn.Embedding(context, d)
 
-    def forward(self, ids: Tensor) -> Tensor:  # (B, T) -> (B, T, d)
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:  # (B, T) -> (B, T, d)
+        if positions is not None:
+            return self.tokens(ids) + self.positions(positions)
         context = self.positions.num_embeddings
         if ids.shape[1] > context:
             raise ConfigError(f"the input has {ids.shape[1]} tokens, model.context is {context}: give a shorter one.")

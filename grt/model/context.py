@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from grt.model.cache import KVCache
 
 Tap = Callable[[Tensor, "LoopContext"], Tensor | None]
 Adapt = Callable[[str, Tensor, Tensor], Tensor]
@@ -31,6 +34,9 @@ class LoopContext:
     norm: nn.Module | None = None  # the model's final norm, for a rule that also norms inside the loop
     adapt: Adapt | None = None
     recompute: bool = False
+    cache: "KVCache | None" = None  # of earlier tokens
+    positions: Tensor | None = None  # (T,) or (B, T): where in their rows the tokens stand; None: from 0 on
+    real: Tensor | None = None  # (B, T): False where a row has padding, which comes first; None: nowhere
     seed: int = 0  # with a position, the key of what a rule draws outside of training
 
     def tap(self, name: str, x: Tensor) -> Tensor:

@@ -59,7 +59,11 @@ class RecurrentDepthModel(nn.Module):
     def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
         """Yield h_0, h_1, ..., h_steps, each (B, T, d), for ids (B, T)."""
         ctx.norm = self.ln_f
-        h_pre = ctx.tap("anchor", self.prelude(self.rule.embed(self.embed(ids)), ctx))
+        if ctx.cache is not None:
+            ctx.positions = ctx.cache.begin(ids.shape[1], ctx.real)
+        elif ctx.real is not None:
+            ctx.positions = (ctx.real.cumsum(1) - 1).clamp_min(0)
+        h_pre = ctx.tap("anchor", self.prelude(self.rule.embed(self.embed(ids, ctx.positions)), ctx))
         h = self.rule.start(h_pre, ctx)
         yield h
         for ctx.step in range(depth.steps):

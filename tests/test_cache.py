@@ -1,0 +1,196 @@
+"""Cached decoding against a slow loop over tokens, steps and past tokens, for every strategy of sharing.
+
+Shapes: B batch, T tokens, d width, H heads, R steps, V vocabulary.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from grt.model.cache import KVCache
+from grt.model.context import LoopContext
+from grt.model.depth import Depth
+from grt.model.recurrent import last_of
+
+EXACT = {"rtol": 0, "atol": 1e-11}  # float64
+SHARED = ("first", "last", "mean", "mod:1", "mod:2", "mod:3", "mod:7")
+STRATEGIES = ("full", *SHARED, "first:all")
+METHODS = ("grt", "ladder")
+PROMPT = 5
+
+
+class Oracle:
+    """One token after the other, with every K_r(j) and V_r(j) of the core kept as it was computed."""
+
+    def __init__(self, model, strategy: str) -> None:
+        self.model, self.strategy = model, strategy
+        self.outer: dict[tuple, list] = {}
+        self.core: list[dict[int, dict[int, tuple]]] = []  # token -> block -> step (from 1) -> (K, V)
+        self.prompt = True
+
+    def shared(self, j: int, block: int, r: int):
+        """C_r(j)."""
+        ran = self.core[j][block]
+        k = max(ran)
+        if self.strategy == "first:all" or (self.strategy == "first" and not self.prompt):
+            return ran[1]
+        if self.prompt or self.strategy == "full":
+            return ran[min(r, k)]
+        if self.strategy == "last":
+            return ran[k]
+        if self.strategy == "mean":
+            return tuple(torch.stack([ran[s][i] for s in ran]).mean(0) for i in (0, 1))
+        K = int(self.strategy[4:])
+        congruent = [s for s in ran if s % K == r % K]
+        return ran[max(congruent) if congruent else k]
+
+    def block(self, block, x, past, own):
+        """One block on one token (d,); past: (K, V) of the tokens before it, own: keeps the token's and may replace."""
+        H = block.attn.n_heads
+        q, k, v = (z.view(H, -1) for z in block.attn.qkv(block.ln1(x)).chunk(3))
+        pairs = [*past, own(k, v)]
+        heads = []
+        for h in range(H):
+            scores = torch.stack([(q[h] * K[h]).sum() / math.sqrt(q.shape[-1]) for K, _ in pairs]).softmax(0)
+            heads.append(sum(w * V[h] for w, (_, V) in zip(scores, pairs, strict=True)))
+        x = x + block.attn.out(torch.cat(heads))
+        return x + block.mlp(block.ln2(x), LoopContext())
+
+    def stack(self, section, x):
+        for i, block in enumerate(getattr(self.model, section)):
+            kept = self.outer.setdefault((section, i), [])
+            x = self.block(block, x, list(kept), lambda k, v, kept=kept: kept.append((k, v)) or (k, v))
+        return x
+
+    def token(self, token: int, depth: int):
+        """Logits (V,) after one more token that runs `depth` steps."""
+        model, position = self.model, len(self.core)
+        rule, ctx = model.rule, LoopContext(norm=model.ln_f)
+        x = model.embed.tokens.weight[token] + model.embed.positions.weight[position]
+        h = h_pre = self.stack("prelude", x)
+        self.core.append({i: {} for i in range(len(model.core))})
+        h = rule.start(h_pre, ctx)
+        for ctx.step in range(depth):
+            r, x = ctx.step + 1, rule.read(h, h_pre, ctx)
+            for i, block in enumerate(model.core):
+
+                def own(k, v, i=i, r=r):
+                    self.core[-1][i][r] = (k, v)
+                    return self.core[-1][i][1] if self.strategy == "first:all" else (k, v)
+
+                x = self.block(block, x, [self.shared(j, i, r) for j in range(position)], own)
+            h = rule.write(h, x, h_pre, ctx)
+        return F.linear(model.ln_f(self.stack("coda", h)), model.embed.tokens.weight)
+
+    def run(self, ids, depths, prompt=PROMPT):
+        rows = []
+        for i, (token, depth) in enumerate(zip(ids.tolist(), depths, strict=True)):
+            self.prompt = i < prompt
+            rows.append(self.token(token, depth))
+        return torch.stack(rows)
+
+
+def cached(model, ids, cache, chunks, depth=3, real=None, prompt=PROMPT):
+    """Logits (B, T, V): the prompt in chunks of the first sizes, commit, then the others."""
+    out, at = [], 0
+    for size in chunks:
+        if at == prompt:
+            cache.commit()
+        piece = slice(at, at + size)
+        for one in [slice(t, t + 1) for t in range(at, at + size)] if cache.sequential else [piece]:
+            ctx = LoopContext(cache=cache, real=None if real is None else real[:, one])
+            out.append(model.logits(last_of(model.states(ids[:, one], ctx, Depth(depth))), ctx))
+            if cache.decoding:
+                cache.commit()
+        at += size
+    return torch.cat(out, 1)
+
+
+def make(model, strategy, batch=2, **options):
+    options = {"depth": 3, "prompt": PROMPT, "dtype": torch.float64} | options
+    return KVCache(model.config, batch, 12, strategy=strategy, **options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_strategy_is_the_slow_loop(tiny, ids, method, strategy):
+    model = tiny(method)
+    got = cached(
+        model, ids, make(model, strategy), [PROMPT, 7] if strategy in ("full", "first") else [PROMPT] + 7 * [1]
+    )
+    for row in range(2):
+        torch.testing.assert_close(got[row], Oracle(model, strategy).run(ids[row], 12 * [3]), **EXACT)
+
+
+@pytest.mark.parametrize("chunks", [[5, 7], 12 * [1], [2, 3, 4, 3], [3, 2, 7]], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_chunking_is_the_same(tiny, ids, strategy, chunks):
+    model = tiny()
+    got = cached(model, ids, make(model, strategy), chunks)
+    torch.testing.assert_close(got, cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1]), **EXACT)
+    if strategy in ("full", "mod:3", "mod:7"):  # three steps need no more than three slots
+        torch.testing.assert_close(got, model(ids), **EXACT)
+    elif strategy != "first:all":
+        torch.testing.assert_close(got[:, :PROMPT], model(ids[:, :PROMPT]), **EXACT)
+        assert not torch.allclose(got[:, PROMPT:], model(ids)[:, PROMPT:], atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "depths", [[3] * 5 + [1, 3, 2, 3, 1, 2, 3], [2] * 5 + [3, 3, 1, 1, 3, 3, 3]], ids=["prompt3", "prompt2"]
+)
+def test_the_depth_may_change_in_mid_sequence(tiny, ids, strategy, depths):
+    """A token that ran fewer steps is read at its deepest one by tokens that run more."""
+    model, cache, out = tiny(), make(tiny(), strategy), []
+    for t, depth in enumerate(depths):
+        ctx = LoopContext(cache=cache)
+        out.append(model.logits(last_of(model.states(ids[:, t : t + 1], ctx, Depth(depth))), ctx)[:, 0])
+        if t >= PROMPT - 1:
+            cache.commit()
+    for row in range(2):
+        want = Oracle(model, strategy).run(ids[row], depths)
+        torch.testing.assert_close(torch.stack(out, 1)[row], want, **EXACT)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rollback_then_redo_never_happened(tiny, ids, strategy, tokens):
+    model, cache = tiny(), make(tiny(), strategy)
+    straight = cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1])
+    first = cached(model, ids[:, :10], cache, [PROMPT] + 5 * [1])
+    torch.testing.assert_close(first, straight[:, :10], **EXACT)
+    cache.rollback(tokens)
+    wrong = (ids[:, 10 - tokens : 10] + 1) % 23
+    cached(model, wrong, cache, tokens * [1], prompt=-1)
+    cache.rollback(tokens)
+    again = cached(model, ids[:, 10 - tokens :], cache, (tokens + 2) * [1], prompt=-1)
+    torch.testing.assert_close(again, straight[:, 10 - tokens :], **EXACT)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_each_row_of_a_padded_batch_is_the_row_alone(tiny, ids, method, strategy):
+    model, pads = tiny(method), (3, 0, 1)
+    lengths = [12 - pad for pad in pads]
+    rows = [ids.flatten()[i : i + n] for i, n in zip((0, 5, 9), lengths, strict=True)]
+    batch = torch.stack([F.pad(row, (pad, 0)) for row, pad in zip(rows, pads, strict=True)])
+    real = torch.tensor([[False] * pad + [True] * (12 - pad) for pad in pads])
+    got = cached(model, batch, make(model, strategy, batch=3), [PROMPT] + 7 * [1], real=real)
+    for row, pad, out in zip(rows, pads, got, strict=True):
+        alone = cached(model, row[None], make(model, strategy, batch=1), [PROMPT - pad] + 7 * [1], prompt=PROMPT - pad)
+        torch.testing.assert_close(out[pad:], alone[0], **EXACT)
+    uncached = model(batch, ctx=LoopContext(real=real))
+    for row, pad, out in zip(rows, pads, uncached, strict=True):
+        torch.testing.assert_close(out[pad:], model(row[None])[0], **EXACT)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reordered_rows(tiny, ids, strategy):
+    model, cache = tiny(), make(tiny(), strategy)
+    cached(model, ids[:, :8], cache, [PROMPT] + 3 * [1])
+    cache.reorder(torch.tensor([1, 1, 0]))
+    got = cached(model, ids[[1, 1, 0], 8:], cache, 4 * [1], prompt=-1)
+    want = cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1])[:, 8:]
+    torch.testing.assert_close(got, want[[1, 1, 0]], **EXACT)
