@@ -62,6 +62,7 @@ class KVCache:
         self.real: Tensor | None = None  # (B, capacity): False where a row has padding
         self.ran = torch.zeros(batch, capacity, dtype=torch.long, device=device)  # steps that each token ran
         self.visible: Tensor | None = None  # of the pass: (m, T) or (B, 1, m, T)
+        self.index: Tensor | None = None  # (1,) once frozen: where the token in progress goes
         c = config.d_model // config.n_heads
 
         def room(*sizes: int, tokens: int = capacity, kind: torch.dtype = dtype) -> Tensor:
@@ -95,6 +96,8 @@ class KVCache:
     def begin(self, new: int, real: Tensor | None = None) -> Tensor:
         """Make room for `new` tokens of each row; real (B, new): False where a row has padding, which comes first.
         Returns their positions, (new,) or (B, new)."""
+        if self.index is not None:
+            return self.place
         self._fill_missing_steps()
         if self.length + new > self.capacity:
             raise ConfigError(
@@ -151,11 +154,17 @@ class KVCache:
         return self._write(self.core[:, block, self.slot(step)], k, v)
 
     def _write(self, store: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        here = slice(self.length - self.new, self.length)
-        store[0, :, :, here], store[1, :, :, here] = k, v
+        if self.index is not None:
+            store[0].index_copy_(2, self.index, k)
+            store[1].index_copy_(2, self.index, v)
+        else:
+            here = slice(self.length - self.new, self.length)
+            store[0, :, :, here], store[1, :, :, here] = k, v
         return self._read(store)
 
     def _read(self, store: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.index is not None:
+            return store[0], store[1], self.visible
         return store[0, :, :, : self.length], store[1, :, :, : self.length], self.visible
 
     def _extend_first(self, block: int, step: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -172,6 +181,28 @@ class KVCache:
         assert before is not None
         own = torch.eye(self.new, dtype=torch.bool, device=k.device).expand(*before.shape[:-1], self.new)
         return torch.cat((keys, k), 2), torch.cat((values, v), 2), torch.cat((before, own), -1)
+
+    # Decoding at fixed addresses
+
+    def freeze(self) -> None:
+        """After the prompt: from now on one token at a time, each announced by `advance`, at places that tensors name
+        and no Python number, so that the pass over it can be compiled, or captured as a CUDA graph, once."""
+        assert self.decoding, "commit the prompt first"
+        device = self.core.device
+        self.index = torch.tensor([self.length - 1], device=device)
+        self.visible = torch.zeros(self.batch, 1, 1, self.capacity, dtype=torch.bool, device=device)
+        self.visible[..., : self.length] = True if self.real is None else self.real[:, None, None, : self.length]
+        self.place = self.visible[:, 0].sum(-1) - 1  # (B, 1): positions
+
+    def advance(self) -> None:
+        """Make room for the next token of a frozen cache; then comes its pass, then commit()."""
+        assert self.index is not None and self.visible is not None
+        if self.length == self.capacity:
+            raise ConfigError(f"the cache holds {self.capacity} tokens and one more is needed: make it larger.")
+        self.length, self.new = self.length + 1, 1
+        self.index += 1
+        self.place += 1
+        self.visible[..., self.length - 1] = True
 
     # After a pass
 
