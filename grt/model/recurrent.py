@@ -72,9 +72,11 @@ class RecurrentDepthModel(nn.Module):
             h = self.rule.step(h, h_pre, self.core, ctx)
             yield h
 
-    def logits(self, h: Tensor, ctx: LoopContext) -> Tensor:
-        """Read a state out: coda, final norm, tied head. (B, T, d) -> (B, T, V), the true vocabulary in any case."""
-        logits = F.linear(self.ln_f(self.coda(h, ctx)), self.embed.tokens.weight)
+    def logits(self, h: Tensor, ctx: LoopContext, last: bool = False) -> Tensor:
+        """Read a state out: coda, final norm, tied head. (B, T, d) -> (B, T, V), the true vocabulary in any case;
+        last: of the last position only, (B, 1, V)."""
+        z = self.coda(h, ctx)
+        logits = F.linear(self.ln_f(z[:, -1:] if last else z), self.embed.tokens.weight)
         return logits[..., : self.config.vocab_size] if self.config.n_padding else logits
 
     def forward(self, ids: Tensor, depth: Depth | None = None, ctx: LoopContext | None = None) -> Tensor:
