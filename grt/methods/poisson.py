@@ -72,7 +72,9 @@ class Poisson(UpdateRule):
         ctx.carry["adapter"] = A_h, F.linear(F.layer_norm(h_pre, (self.d,)), A_e)
         if self.training:
             return truncated_normal(h_pre.shape, self.sigma, h_pre.device).to(h_pre.dtype)
-        return self.start_table(ctx.seed, h_pre)[: h_pre.shape[1]].expand_as(h_pre)  # one for all rows
+        table = self.start_table(ctx.seed, h_pre)
+        rows = table[: h_pre.shape[1]] if ctx.positions is None else table[ctx.positions]
+        return rows.expand_as(h_pre)  # one for all rows of the batch, but for their padding
 
     def start_table(self, seed: int, like: Tensor) -> Tensor:
         """h_0 by position, (context, d), kept for the next pass. Drawn on the CPU: every device starts alike."""
