@@ -20,8 +20,17 @@ from grt.model.recurrent import last_of
 EXACT = {"rtol": 0, "atol": 1e-11}  # float64
 SHARED = ("first", "last", "mean", "mod:1", "mod:2", "mod:3", "mod:7")
 STRATEGIES = ("full", *SHARED, "first:all")
-CACHED = tuple(name for name in METHODS if not name.startswith("mor"))
+ROUTED = ("mor", "mor-token")  # a token has keys of the steps that it took
+CASES = [(m, s) for m in METHODS for s in STRATEGIES if m not in ROUTED or s in ("full", "first")]
+every_case = pytest.mark.parametrize(("method", "strategy"), CASES)
+some_cases = pytest.mark.parametrize(("method", "strategy"), [c for c in CASES if c[0] in ("grt", "poisson", *ROUTED)])
 PROMPT = 5
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
 
 
 class Oracle:
@@ -32,15 +41,16 @@ class Oracle:
         self.outer: dict[tuple, list] = {}
         self.core: list[dict[int, dict[int, tuple]]] = []  # token -> block -> step (from 1) -> (K, V)
         self.prompt = True
+        self.routed = model.config.method in ROUTED
 
     def shared(self, j: int, block: int, r: int):
         """C_r(j)."""
         ran = self.core[j][block]
-        k = max(ran)
+        k = max(ran, default=0)
         if self.strategy == "first:all" or (self.strategy == "first" and not self.prompt):
             return ran[1]
         if self.prompt or self.strategy == "full":
-            return ran[min(r, k)]
+            return ran.get(r) if self.routed else ran[min(r, k)]
         if self.strategy == "last":
             return ran[k]
         if self.strategy == "mean":
@@ -77,7 +87,7 @@ class Oracle:
                 self.core[-1][i][r] = (k, v)
                 return self.core[-1][i][1] if self.strategy == "first:all" else (k, v)
 
-            past = [self.shared(j, ctx.block, r) for j in range(position)]
+            past = [pair for j in range(position) if (pair := self.shared(j, ctx.block, r))]
             x = self.block(block, x, past, own, ctx)
         return x
 
@@ -108,7 +118,8 @@ def cached(model, ids, cache, chunks, depth=3, real=None, prompt=PROMPT):
         if at == prompt:
             cache.commit()
         piece = slice(at, at + size)
-        for one in [slice(t, t + 1) for t in range(at, at + size)] if cache.sequential else [piece]:
+        one_by_one = cache.decoding and cache.core.sequential
+        for one in [slice(t, t + 1) for t in range(at, at + size)] if one_by_one else [piece]:
             ctx = LoopContext(cache=cache, real=None if real is None else real[:, one])
             out.append(model.logits(last_of(model.states(ids[:, one], ctx, Depth(depth))), ctx))
             if cache.decoding:
@@ -118,12 +129,10 @@ def cached(model, ids, cache, chunks, depth=3, real=None, prompt=PROMPT):
 
 
 def make(model, strategy, batch=2, **options):
-    options = {"depth": 3, "prompt": PROMPT, "dtype": torch.float64} | options
-    return KVCache(model.config, batch, 12, strategy=strategy, **options)
+    return KVCache(model, batch, 12, strategy=strategy, **{"prompt": PROMPT} | options)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("method", CACHED)
+@every_case
 def test_every_strategy_is_the_slow_loop(tiny, ids, method, strategy):
     model = tiny(method)
     got = cached(
@@ -134,9 +143,9 @@ def test_every_strategy_is_the_slow_loop(tiny, ids, method, strategy):
 
 
 @pytest.mark.parametrize("chunks", [[5, 7], 12 * [1], [2, 3, 4, 3], [3, 2, 7]], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_any_chunking_is_the_same(tiny, ids, strategy, chunks):
-    model = tiny()
+@some_cases
+def test_any_chunking_is_the_same(tiny, ids, method, strategy, chunks):
+    model = tiny(method)
     got = cached(model, ids, make(model, strategy), chunks)
     torch.testing.assert_close(got, cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1]), **EXACT)
     if strategy in ("full", "mod:3", "mod:7"):  # three steps need no more than three slots
@@ -146,13 +155,13 @@ def test_any_chunking_is_the_same(tiny, ids, strategy, chunks):
         assert not torch.allclose(got[:, PROMPT:], model(ids)[:, PROMPT:], atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@some_cases
 @pytest.mark.parametrize(
     "depths", [[3] * 5 + [1, 3, 2, 3, 1, 2, 3], [2] * 5 + [3, 3, 1, 1, 3, 3, 3]], ids=["prompt3", "prompt2"]
 )
-def test_the_depth_may_change_in_mid_sequence(tiny, ids, strategy, depths):
+def test_the_depth_may_change_in_mid_sequence(tiny, ids, method, strategy, depths):
     """A token that ran fewer steps is read at its deepest one by tokens that run more."""
-    model, cache, out = tiny(), make(tiny(), strategy), []
+    model, cache, out = tiny(method), make(tiny(method), strategy), []
     for t, depth in enumerate(depths):
         ctx = LoopContext(cache=cache)
         out.append(model.logits(last_of(model.states(ids[:, t : t + 1], ctx, Depth(depth))), ctx)[:, 0])
@@ -163,10 +172,10 @@ def test_the_depth_may_change_in_mid_sequence(tiny, ids, strategy, depths):
         torch.testing.assert_close(torch.stack(out, 1)[row], want, **EXACT)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@some_cases
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_rollback_then_redo_never_happened(tiny, ids, strategy, tokens):
-    model, cache = tiny(), make(tiny(), strategy)
+def test_rollback_then_redo_never_happened(tiny, ids, method, strategy, tokens):
+    model, cache = tiny(method), make(tiny(method), strategy)
     straight = cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1])
     first = cached(model, ids[:, :10], cache, [PROMPT] + 5 * [1])
     torch.testing.assert_close(first, straight[:, :10], **EXACT)
@@ -178,8 +187,7 @@ def test_rollback_then_redo_never_happened(tiny, ids, strategy, tokens):
     torch.testing.assert_close(again, straight[:, 10 - tokens :], **EXACT)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("method", CACHED)
+@every_case
 def test_each_row_of_a_padded_batch_is_the_row_alone(tiny, ids, method, strategy):
     model, pads = tiny(method), (3, 0, 1)
     lengths = [12 - pad for pad in pads]
@@ -195,9 +203,9 @@ def test_each_row_of_a_padded_batch_is_the_row_alone(tiny, ids, method, strategy
         torch.testing.assert_close(out[pad:], model(row[None])[0], **EXACT)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_reordered_rows(tiny, ids, strategy):
-    model, cache = tiny(), make(tiny(), strategy)
+@some_cases
+def test_reordered_rows(tiny, ids, method, strategy):
+    model, cache = tiny(method), make(tiny(method), strategy)
     cached(model, ids[:, :8], cache, [PROMPT] + 3 * [1])
     cache.reorder(torch.tensor([1, 1, 0]))
     got = cached(model, ids[[1, 1, 0], 8:], cache, 4 * [1], prompt=-1)

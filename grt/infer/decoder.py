@@ -48,11 +48,9 @@ class Decoder:
         self.steps = model.full_depth if depth is None else Depth(depth)
         model.check_depth(self.steps.steps, least=1)
         self.prompts, self.longest = prompts, longest
-        weight = model.embed.tokens.weight
         self.cache = KVCache(
-            model.config, len(prompts), longest + max_new, strategy=kv, depth=self.steps.steps, prompt=longest,
-            dtype=weight.dtype, device=weight.device,
-        )  # fmt: skip
+            model, len(prompts), longest + max_new, strategy=kv, depth=self.steps.steps, prompt=longest
+        )
         self._step = torch.compile(self._one_token, fullgraph=True) if compiled else self._one_token
 
     @torch.inference_mode()
@@ -67,13 +65,15 @@ class Decoder:
             ctx = LoopContext(cache=self.cache, real=there if any(pads) else None)
             logits = self.model.logits(last_of(self.model.states(piece, ctx, self.steps)), ctx, last=True)
         self.cache.commit()
-        self.cache.freeze()
+        if self.cache.core.fixed_shapes:
+            self.cache.freeze()
         return logits[:, -1]
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after one more token of each row; tokens (B,)."""
-        self.cache.advance()
+        if self.cache.core.fixed_shapes:
+            self.cache.advance()
         logits = self._step(tokens[:, None])
         self.cache.commit()
         return logits

@@ -34,7 +34,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grt.config import ConfigError, ModelConfig, at_least
+from grt.methods.mor_cache import RoutedSteps
 from grt.model.block import Stack, block_flops
+from grt.model.cache import KVCache
 from grt.model.context import LoopContext
 from grt.model.rule import UpdateRule
 
@@ -110,7 +112,8 @@ class Routed(UpdateRule):
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         B, T, _ = h_pre.shape
         rows = torch.arange(T, device=h_pre.device).expand(B, T)
-        ctx.carry.update(rows=rows, real=torch.ones_like(rows, dtype=torch.bool), depth=torch.zeros_like(rows))
+        real = torch.ones_like(rows, dtype=torch.bool) if ctx.real is None else ctx.real
+        ctx.carry.update(rows=rows, real=real, depth=torch.zeros_like(rows))
         return h_pre
 
     def route(self, h: Tensor, ctx: LoopContext) -> tuple[Tensor, Tensor]:
@@ -129,7 +132,15 @@ class Routed(UpdateRule):
         ctx.carry.update(rows=rows, real=real, g=g.gather(1, first) * real)
         alive = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device).scatter(1, rows, real)
         ctx.carry["depth"] = ctx.carry["depth"] + ctx.tap("alive", alive)
-        return super().step(h, h_pre, core, ctx) if rows.shape[1] else ctx.tap("state", h)
+        if not rows.shape[1]:
+            return ctx.tap("state", h)
+        if ctx.cache is not None:
+            assert isinstance(ctx.cache.core, RoutedSteps)
+            ctx.cache.core.select(ctx.step, rows, real)
+        padding, ctx.real = ctx.real, None  # the rows gathered have theirs at the end, where no active row sees it
+        h = super().step(h, h_pre, core, ctx)
+        ctx.real = padding
+        return h
 
     def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         return take(h, ctx.carry["rows"])  # (B, K, d)
@@ -140,6 +151,11 @@ class Routed(UpdateRule):
     def flops(self, steps: int, tokens: int) -> int:
         kept = [self.capacity(r, tokens) for r in range(steps)]
         return sum(self.layout.n * k * block_flops(self.d, k) for k in kept)
+
+    def store(self, cache: KVCache, n: int, strategy: str) -> RoutedSteps:
+        if self.routing == "topk":
+            raise ConfigError("routing is 'topk', which needs the whole sequence: decode with threshold.")
+        return RoutedSteps(cache, n, strategy, [float(share) for share in self.shares])
 
     def kv_slots(self) -> dict[str, float]:
         """full: a token keeps keys of the steps that it takes. The others need keys of steps that it may not take."""
@@ -207,7 +223,8 @@ class TokenChoice(Routed):
 
     def route(self, h: Tensor, ctx: LoopContext) -> tuple[Tensor, Tensor]:
         rows = ctx.carry["rows"]
-        return ctx.carry["choice"].gather(1, rows) >= ctx.step, ctx.carry["weight"].gather(1, rows)
+        kept = ctx.carry["real"] & (ctx.carry["choice"].gather(1, rows) >= ctx.step)
+        return kept, ctx.carry["weight"].gather(1, rows)
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         rows, g = ctx.carry["rows"], ctx.carry["g"]

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from grt.config import ConfigError, ModelConfig
 from grt.model.block import Block, Stack, block_flops
+from grt.model.cache import CoreStore, KVCache
 from grt.model.context import LoopContext
+from grt.model.sharing import SharedSteps
 
 CrossEntropy = Callable[[Tensor], Tensor]  # a state (B, T, d) -> nats of each token (B, T)
 Residual = Callable[[int, int, str], Tensor]  # step, core block, linear -> what tying took from its weight
@@ -96,6 +98,10 @@ class UpdateRule(nn.Module):
     def readout_flops(self, steps: int, one: int) -> int:
         """FLOPs per token of reading out for the training loss, where coda and head cost `one` each time."""
         return one
+
+    def store(self, cache: KVCache, n: int, strategy: str) -> CoreStore:
+        """The core's part of a new KVCache."""
+        return SharedSteps(cache, n, strategy)
 
     def kv_slots(self) -> dict[str, float]:
         """Sharing strategy -> slots of keys and values that the decode phase keeps for one token (subsec:kvcache)."""

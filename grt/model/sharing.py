@@ -1,0 +1,145 @@
+"""How the core's R steps share keys and values (subsec:kvcache). K_r(j) is what token j computed in step r. Token i at
+step r reads C_r(j) of the tokens j before it, and its own K_r(i):
+
+    prompt phase, until the first commit()    C_r(j) = K_r(j)
+    decode phase    full     K_r(j)                       first     K_1(j)
+                    last     K of the last step j ran     mean      the mean over the steps j ran
+                    mod:K    K_s(j), the largest s that j ran with s = r modulo K
+    first:all       K_1(j) for the own position too, in both phases
+
+A token that ran fewer steps than another asks for is read at its deepest one.
+
+Shapes: B batch, H heads, m new tokens of a pass, T tokens, c width of a head, R steps, n core blocks, S slots.
+"""
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grt.config import ConfigError
+
+if TYPE_CHECKING:
+    from grt.model.cache import KVCache, Seen
+
+STRATEGIES = ("full", "first", "last", "mean", "mod:K", "first:all")
+
+
+def parse_strategy(text: str) -> tuple[str, int]:
+    """Name and K of a strategy, K = 0 but for `mod:K`; ConfigError names the ones there are."""
+    if found := re.fullmatch(r"mod:([1-9]\d{0,5})", text, re.ASCII):
+        return "mod", int(found[1])
+    if text in STRATEGIES and text != "mod:K":
+        return text, 0
+    raise ConfigError(f"kv is {text!r}: choose one of {', '.join(STRATEGIES)}, with a number of at least 1 for K.")
+
+
+class SharedSteps:
+    """The core's part of a KVCache: all R steps of the prompt in `prompt`, then S slots a token in `slots`.
+
+    A token that is being decoded writes K_r where its slot is, so that it reads itself there; commit() leaves what the
+    tokens after it are to read.
+    """
+
+    fixed_shapes = True
+
+    def __init__(self, cache: "KVCache", n: int, strategy: str) -> None:
+        self.cache = cache
+        self.strategy, self.modulus = parse_strategy(strategy)
+        self.executed = 0  # steps of the pass in progress
+        self.ran = torch.zeros(cache.batch, cache.capacity, dtype=torch.long, device=cache.device)  # of each token
+        S = {"full": cache.depth, "mod": min(self.modulus, cache.depth)}.get(self.strategy, 1)
+        self.slots = cache.room(2, n, S)
+        self.prompt = self.first = self.sums = None
+        if self.strategy in ("first", "last", "mean", "mod"):
+            self.prompt = cache.room(2, n, cache.depth, tokens=cache.prompt)
+        if self.strategy == "first":
+            self.first = cache.room(2, n, tokens=1)  # K_1 of the token in progress
+        if self.strategy == "mean":
+            self.precise = torch.promote_types(cache.dtype, torch.float32)
+            self.sums = cache.room(2, n, tokens=1, dtype=self.precise)  # of its K_r so far
+
+    @property
+    def sequential(self) -> bool:
+        return self.strategy in ("last", "mean", "mod")
+
+    def tensors(self) -> dict[str, Tensor]:
+        held = {name: getattr(self, name) for name in ("slots", "prompt", "first", "sums")}
+        return {name: x for name, x in held.items() if x is not None}
+
+    def slot(self, step: int) -> int:
+        return {"full": step, "mod": step % max(self.modulus, 1)}.get(self.strategy, 0)
+
+    def extend(self, block: int, step: int, k: Tensor, v: Tensor) -> "Seen":
+        cache, self.executed = self.cache, step + 1
+        if self.strategy == "first:all":
+            store = self.slots[:, block, 0]
+            return cache.write(store, k, v) if step == 0 else cache.read(store)
+        if self.prompt is not None:
+            return cache.write(self.prompt[:, block, step], k, v)
+        if self.first is not None:
+            return self._extend_first(block, step, k, v)
+        if self.sums is not None:
+            new = torch.stack((k, v))
+            self.sums[:, block] = new if step == 0 else self.sums[:, block] + new
+        return cache.write(self.slots[:, block, self.slot(step)], k, v)
+
+    def _extend_first(self, block: int, step: int, k: Tensor, v: Tensor) -> "Seen":
+        """One token borrows its own place for K_r until end_pass() puts K_1 back; several have their K_r appended."""
+        assert self.first is not None
+        cache, store = self.cache, self.slots[:, block, 0]
+        if cache.new == 1:
+            if step == 0:
+                self.first[0, block], self.first[1, block] = k, v
+            return cache.write(store, k, v)
+        if step == 0:
+            return cache.write(store, k, v)
+        keys, values, _ = cache.read(store)
+        return append_own(keys, values, cache.seen_by(cache.new, strictly=True), k, v)
+
+    def end_pass(self) -> None:
+        if not self.executed:
+            return
+        cache, ran, self.executed = self.cache, self.executed, 0
+        here = slice(cache.start, cache.length)
+        self.ran[:, here] = ran
+        if self.prompt is None and self.first is not None and cache.new == 1:
+            self.slots[:, :, 0, :, :, here] = self.first
+        if self.prompt is None and self.sums is not None:
+            self.slots[:, :, 0, :, :, here] = self.sums / ran
+        store = self.slots if self.prompt is None else self.prompt
+        if ran < store.shape[2]:  # a token that asks for more steps reads the deepest
+            store[:, :, ran:, :, :, here] = store[:, :, ran - 1 : ran, :, :, here]
+
+    def compress(self) -> None:
+        if self.prompt is None:
+            return
+        T = self.cache.length
+        ran = self.ran[:, None, :T, None]  # (B, 1, T, 1): against (R, B, H, T, c)
+        step = torch.arange(self.cache.depth, device=ran.device).view(-1, 1, 1, 1, 1)
+        for slot in range(self.slots.shape[2]):
+            chosen = step < ran
+            if self.strategy == "first":
+                chosen = step == 0
+            elif self.strategy == "last":
+                chosen = step == ran - 1
+            elif self.strategy == "mod":
+                deepest = torch.where(chosen & (step % self.modulus == slot), step, -1).amax(0)
+                chosen = step == torch.where(deepest < 0, ran - 1, deepest)  # none is congruent: the deepest of all
+            weights = chosen.to(torch.promote_types(self.slots.dtype, torch.float32))
+            held = self.prompt[..., :T, :].to(weights.dtype)
+            self.slots[:, :, slot, :, :, :T] = (held * weights).sum(2) / weights.sum(0).clamp_min(1)
+        self.prompt = None
+
+    def reorder(self, rows: Tensor) -> None:
+        for name, x in self.tensors().items():
+            setattr(self, name, x.index_select(-4, rows))
+        self.ran = self.ran[rows]
+
+
+def append_own(keys: Tensor, values: Tensor, before: Tensor, k: Tensor, v: Tensor) -> "Seen":
+    """Keys that each of m tokens sees by `before` (..., m, T), with its own (B, H, m, c) behind them."""
+    m = k.shape[2]
+    own = torch.eye(m, dtype=torch.bool, device=k.device).expand(*before.shape[:-1], m)
+    return torch.cat((keys, k), 2), torch.cat((values, v), 2), torch.cat((before, own), -1)
