@@ -6,12 +6,13 @@ GPU be captured as a graph, at one fixed depth.
 Shapes: B batch, T tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from grt.config import ConfigError
+from grt.infer.onerow import OPTIONS, OneRow
 from grt.model.cache import KVCache
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
@@ -51,7 +52,7 @@ class Decoder:
         self.cache = KVCache(
             model, len(prompts), longest + max_new, strategy=kv, depth=self.steps.steps, prompt=longest
         )
-        self._step = torch.compile(self._one_token, fullgraph=True) if compiled else self._one_token
+        self._step = self._compiled() if compiled else self._one_token
 
     @torch.inference_mode()
     def prefill(self, chunk: int | None = None) -> Tensor:
@@ -77,6 +78,22 @@ class Decoder:
         logits = self._step(tokens[:, None])
         self.cache.commit()
         return logits
+
+    def _compiled(self) -> Callable[[Tensor], Tensor]:
+        if not self.cache.core.fixed_shapes:
+            raise ConfigError(
+                f"{self.model.config.method} gathers as many rows as its router chooses: decode it without compiling."
+            )
+        if self.cache.device.type == "cuda":
+            return torch.compile(self._one_token, fullgraph=True, mode="reduce-overhead")  # a CUDA graph
+        if self.cache.batch > 1:
+            return torch.compile(self._one_token, fullgraph=True)
+
+        def one_row(ids: Tensor) -> Tensor:
+            with OneRow():
+                return self._one_token(ids)
+
+        return torch.compile(one_row, fullgraph=True, options=OPTIONS)
 
     def _one_token(self, ids: Tensor) -> Tensor:
         ctx = LoopContext(cache=self.cache)

@@ -39,8 +39,8 @@ class RoutedSteps:
         self.steps = [cache.room(2, n, tokens=math.ceil(share * cache.capacity)) for share in shares[: cache.depth]]
         self.rows = self.chosen = torch.empty(0)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(zip(map(str, range(len(self.steps))), self.steps, strict=True))
+    def tensors(self) -> list[Tensor]:
+        return self.steps
 
     def select(self, step: int, rows: Tensor, chosen: Tensor) -> None:
         """The tokens that step `step` computes: places among the new ones (B, K), and False where that is padding."""

@@ -28,7 +28,9 @@ class CoreStore(Protocol):
         """Tokens are decoded one at a time: each has to be committed before the next begins."""
         ...
 
-    def tensors(self) -> dict[str, Tensor]: ...
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        ...
 
     def extend(self, block: int, step: int, k: Tensor, v: Tensor) -> Seen:
         """Store K_r and V_r of the new tokens, each (B, H, m, c); what they attend to."""
@@ -77,7 +79,10 @@ class KVCache:
         self.visible: Tensor | None = None  # of the pass: (m, T) or (B, 1, m, T)
         self.index: Tensor | None = None  # (1,) once frozen: where the token in progress goes
         self.place: Tensor | None = None  # (B, 1) once frozen: its positions
-        self.outer = {"prelude": self.room(2, layout.p), "coda": self.room(2, layout.c)}
+        # A tensor for each block: compiled code that writes into one must not have to copy the others.
+        self.outer = {
+            section: [self.room(2) for _ in range(n)] for section, n in (("prelude", layout.p), ("coda", layout.c))
+        }
         self.core: CoreStore = model.rule.store(self, layout.n, strategy)
 
     def room(self, *sizes: int, tokens: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -89,7 +94,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held now; in the prompt phase with the room for all of its steps."""
-        return sum(x.untyped_storage().nbytes() for x in [*self.outer.values(), *self.core.tensors().values()])
+        held = [*self.outer["prelude"], *self.outer["coda"], *self.core.tensors()]
+        return sum(x.untyped_storage().nbytes() for x in held)
 
     # A pass
 
@@ -135,7 +141,7 @@ class KVCache:
         """Store what the new tokens computed (B, H, m, c) at (section, block, step)."""
         section, block, step = where
         if section != "core":
-            return self.write(self.outer[section][:, block], k, v)
+            return self.write(self.outer[section][block], k, v)
         if step >= self.depth:
             raise ConfigError(f"depth {step + 1} is beyond the {self.depth} steps of the cache: make it deeper.")
         return self.core.extend(block, step, k, v)
@@ -143,8 +149,7 @@ class KVCache:
     def write(self, store: Tensor, k: Tensor, v: Tensor) -> Seen:
         """Into store (2, B, H, capacity, c), at the places of the new tokens."""
         if self.index is not None:
-            store[0].index_copy_(2, self.index, k)
-            store[1].index_copy_(2, self.index, v)
+            store.index_copy_(3, self.index, torch.stack((k, v)))
         else:
             store[0, :, :, self.start : self.length], store[1, :, :, self.start : self.length] = k, v
         return self.read(store)
@@ -175,7 +180,7 @@ class KVCache:
         """Row i becomes what row rows[i] was (beam search; a batch whose finished rows leave)."""
         self.core.end_pass()
         self.batch, self.new = len(rows), 0
-        self.outer = {name: x.index_select(-4, rows) for name, x in self.outer.items()}
+        self.outer = {name: [x.index_select(1, rows) for x in stores] for name, stores in self.outer.items()}
         self.core.reorder(rows)
         if self.real is not None:
             self.real = self.real[rows]
