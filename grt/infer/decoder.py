@@ -54,15 +54,21 @@ class Decoder:
         )
         self._step = self._compiled() if compiled else self._one_token
 
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Other prompts, as many and no longer than the first ones were; what was compiled stays."""
+        assert len(prompts) == len(self.prompts) and max(map(len, prompts)) <= self.longest
+        self.prompts = prompts
+        self.cache.clear()
+
     @torch.inference_mode()
     def prefill(self, chunk: int | None = None) -> Tensor:
         """Logits (B, V) after the prompts, read `chunk` tokens at a time (default: all at once)."""
-        device = self.model.device
-        pads = [self.longest - len(prompt) for prompt in self.prompts]
+        device, longest = self.model.device, max(map(len, self.prompts))
+        pads = [longest - len(prompt) for prompt in self.prompts]
         ids = torch.tensor([[0] * pad + list(p) for pad, p in zip(pads, self.prompts, strict=True)], device=device)
-        real = torch.arange(self.longest, device=device) >= torch.tensor(pads, device=device)[:, None]
+        real = torch.arange(longest, device=device) >= torch.tensor(pads, device=device)[:, None]
         logits = torch.empty(0)
-        for piece, there in zip(ids.split(chunk or self.longest, 1), real.split(chunk or self.longest, 1), strict=True):
+        for piece, there in zip(ids.split(chunk or longest, 1), real.split(chunk or longest, 1), strict=True):
             ctx = LoopContext(cache=self.cache, real=there if any(pads) else None)
             logits = self.model.logits(last_of(self.model.states(piece, ctx, self.steps)), ctx, last=True)
         self.cache.commit()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 # Inputs of a sum are computed once and stored: inlined, they would be computed again for every row of the matrix.
-OPTIONS = {"realize_reads_threshold": 0, "realize_opcount_threshold": 0}
+OPTIONS: dict[str, Any] = {"realize_reads_threshold": 0, "realize_opcount_threshold": 0}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,5 +41,6 @@ class OneRow(TorchFunctionMode):
         if func is F.linear and args[0].numel() == args[0].shape[-1]:
             return linear(*args, **kwargs)
         if func is F.scaled_dot_product_attention and args[0].shape[2] == 1:
-            return attention(*args, kwargs["attn_mask"])
+            q, k, v = args
+            return attention(q, k, v, kwargs["attn_mask"])
         return func(*args, **kwargs)

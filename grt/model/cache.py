@@ -44,6 +44,8 @@ class CoreStore(Protocol):
 
     def reorder(self, rows: Tensor) -> None: ...
 
+    def clear(self) -> None: ...
+
 
 class KVCache:
     """Preallocated room for `capacity` tokens of each of `batch` rows.
@@ -77,8 +79,10 @@ class KVCache:
         self.decoding = False
         self.real: Tensor | None = None  # (B, capacity): False where a row has padding
         self.visible: Tensor | None = None  # of the pass: (m, T) or (B, 1, m, T)
-        self.index: Tensor | None = None  # (1,) once frozen: where the token in progress goes
-        self.place: Tensor | None = None  # (B, 1) once frozen: its positions
+        self.frozen = False
+        self.index = torch.zeros(1, dtype=torch.long, device=self.device)  # frozen: where the token in progress goes
+        self.place = torch.zeros(batch, 1, dtype=torch.long, device=self.device)  # frozen: its positions
+        self.shown = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=self.device)  # frozen: what it sees
         # A tensor for each block: compiled code that writes into one must not have to copy the others.
         self.outer = {
             section: [self.room(2) for _ in range(n)] for section, n in (("prelude", layout.p), ("coda", layout.c))
@@ -107,7 +111,7 @@ class KVCache:
     def begin(self, new: int, real: Tensor | None = None) -> Tensor:
         """Make room for `new` tokens of each row; real (B, new): False where a row has padding, which comes first.
         Returns their positions, (new,) or (B, 1..new)."""
-        if self.place is not None:
+        if self.frozen:
             return self.place
         if torch.is_grad_enabled():
             raise ConfigError("a cache keeps no gradients: decode under torch.inference_mode() or torch.no_grad().")
@@ -148,15 +152,16 @@ class KVCache:
 
     def write(self, store: Tensor, k: Tensor, v: Tensor) -> Seen:
         """Into store (2, B, H, capacity, c), at the places of the new tokens."""
-        if self.index is not None:
+        if self.frozen:
             store.index_copy_(3, self.index, torch.stack((k, v)))
         else:
             store[0, :, :, self.start : self.length], store[1, :, :, self.start : self.length] = k, v
         return self.read(store)
 
     def read(self, store: Tensor) -> Seen:
-        tokens = self.capacity if self.index is not None else self.length
-        return store[0, :, :, :tokens], store[1, :, :, :tokens], self.visible
+        if self.frozen:
+            return store[0], store[1], self.shown
+        return store[0, :, :, : self.length], store[1, :, :, : self.length], self.visible
 
     def commit(self) -> None:
         """End a pass: the first time, the prompt's, from where on steps share; then, the tokens that were decoded."""
@@ -173,7 +178,7 @@ class KVCache:
             raise ConfigError(f"{tokens} tokens cannot be taken back from {self.length}: take back fewer.")
         self.core.end_pass()
         self.length, self.new = self.length - tokens, 0
-        if self.index is not None:
+        if self.frozen:
             self.freeze()
 
     def reorder(self, rows: Tensor) -> None:
@@ -184,31 +189,33 @@ class KVCache:
         self.core.reorder(rows)
         if self.real is not None:
             self.real = self.real[rows]
-        if self.index is not None:
-            self.index = None
-            self.freeze()
+        self.place, self.shown = self.place[rows], self.shown[rows]
+
+    def clear(self) -> None:
+        """Empty, for the next prompt, with everything where it was."""
+        self.length = self.new = 0
+        self.decoding = self.frozen = False
+        self.real = self.visible = None
+        self.core.clear()
 
     def freeze(self) -> None:
         """After the prompt: from now on one token at a time, each announced by `advance`, at places that tensors name
         and no Python number, so that the pass over it can be compiled, or captured as a CUDA graph, once."""
         assert self.decoding, "commit the prompt first"
-        if self.index is None or self.visible is None or self.place is None:
-            self.index = torch.empty(1, dtype=torch.long, device=self.device)
-            self.visible = torch.empty(self.batch, 1, 1, self.capacity, dtype=torch.bool, device=self.device)
-            self.place = torch.empty(self.batch, 1, dtype=torch.long, device=self.device)
+        self.frozen = True
         self.index.fill_(self.length - 1)
-        self.visible.fill_(False)
-        self.visible[..., : self.length] = True if self.real is None else self.real[:, None, None, : self.length]
-        self.place.copy_(self.visible[:, 0].sum(-1) - 1)
+        self.shown.fill_(False)
+        self.shown[..., : self.length] = True if self.real is None else self.real[:, None, None, : self.length]
+        self.place.copy_(self.shown[:, 0].sum(-1) - 1)
 
     def advance(self) -> None:
         """Make room for the next token of a frozen cache; then come its pass and commit()."""
-        assert self.index is not None and self.visible is not None and self.place is not None
+        assert self.frozen, "freeze the cache first"
         if self.length == self.capacity:
             raise ConfigError(f"the cache has room for {self.capacity} tokens, and one more is needed: make it larger.")
         self.length, self.new = self.length + 1, 1
         self.index += 1
         self.place += 1
-        self.visible[..., self.length - 1] = True
+        self.shown[..., self.length - 1] = True
         if self.real is not None:
             self.real[:, self.length - 1] = True

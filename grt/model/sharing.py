@@ -52,8 +52,7 @@ class SharedSteps:
         S = {"full": cache.depth, "mod": min(self.modulus, cache.depth)}.get(self.strategy, 1)
         self.slots = [[cache.room(2) for _ in range(S)] for _ in range(n)]
         self.prompt: Tensor | None = None
-        if self.strategy in ("first", "last", "mean", "mod"):
-            self.prompt = cache.room(2, n, cache.depth, tokens=cache.prompt)
+        self.clear()
         # Of the token in progress: K_1, or the sum of its K_r so far.
         precise = torch.promote_types(cache.dtype, torch.float32)
         self.first = [cache.room(2, tokens=1) for _ in range(n)] if self.strategy == "first" else []
@@ -136,6 +135,11 @@ class SharedSteps:
                 held = self.prompt[:, block, ..., :T, :].to(precise)  # (2, R, B, H, T, c)
                 slots[slot][..., :T, :] = (held * weights).sum(1) / weights.sum(0).clamp_min(1)
         self.prompt = None
+
+    def clear(self) -> None:
+        self.executed = 0
+        if self.prompt is None and self.strategy in ("first", "last", "mean", "mod"):
+            self.prompt = self.cache.room(2, len(self.slots), self.cache.depth, tokens=self.cache.prompt)
 
     def reorder(self, rows: Tensor) -> None:
         def pick(stores: list[Tensor]) -> list[Tensor]:
