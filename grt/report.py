@@ -73,7 +73,8 @@ def show_run(out: Path, device: str = "auto") -> None:
     report = evaluation_report(out, limit=4 * config.train.eval_windows, dtype=dtype, device=config.train.device)
     show_evaluation(report)
     sampling = Sampling(temperature=0.8)
-    text = generation_report(out, "", device=device, sampling=sampling, seed=1337, max_new_tokens=400, crop=True)["text"]
+    options = {"device": device, "seed": 1337, "max_new_tokens": 400, "crop": True}
+    text = generation_report(out, "", sampling=sampling, **options)["text"]
     replace_file(out / "sample.txt", text)
     console.print("a sample (temperature 0.8):", style="bold")
     console.print(text)

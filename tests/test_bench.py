@@ -8,7 +8,8 @@ import torch
 from grt import cli
 from grt.bench import peers, training
 from grt.config import ConfigError, ModelConfig
-from grt.model.depth import Depth
+from grt.methods import METHODS
+from grt.model.depth import Depth, fixed, lognormal_poisson, uniform
 
 SHAPE = {"d_model": 16, "n_heads": 2, "context": 16}
 
@@ -83,10 +84,10 @@ def test_ratios_are_within_turns_and_the_right_way_round(monkeypatch):
     times = {"a": [2.0, 6.0, 3.0], "b": [4.0, 3.0, 9.0]}
     monkeypatch.setattr(training, "alternate", lambda *_: times)
     config = ModelConfig(layout="1L", vocab_size=257, **SHAPE)
-    contestant = training.ours("a", config, [0], torch.device("cpu"), torch.float32)
+    a, b = (training.ours(name, config, [Depth(0)], torch.device("cpu"), torch.float32) for name in "ab")
     for what, want in (("time per token", [0.5, 2.0, 1 / 3]), ("tokens/s", [2.0, 0.5, 3.0])):
         report = {"alternations": 3, "rows": [], "ratios": {}, "ratio_spreads": {}}
-        training.measure([contestant], config, 2, report, what)
+        training.measure([a, b], [(a, b)], config, 2, report, what)
         assert report["ratios"] == {f"{what}, a / b": pytest.approx(sorted(want)[1])}
         assert report["ratio_spreads"] == {f"{what}, a / b": pytest.approx([min(want), max(want)])}
 
@@ -108,13 +109,42 @@ def test_the_first_turn_is_left_out_and_everybody_begins():
     assert times == {"a": [6.0, 8.0, 10.0], "b": [4.0, 9.0, 11.0], "c": [5.0, 7.0, 12.0]}
 
 
+def test_a_turn_stands_for_the_drawn_depths():
+    """Every depth once where they are equally frequent; else the quantiles, which have nearly the mean."""
+    assert training.quantiles(uniform(6), 6) == [Depth(k) for k in range(1, 7)]
+    assert training.quantiles(fixed(4, 8), 3) == [Depth(4, 8)] * 3
+    tail = lognormal_poisson(9, 0.5, 40, 8)
+    depths = training.quantiles(tail, 100)
+    assert len(depths) == 100 and all(depth.grad_steps == 8 for depth in depths)
+    assert sum(depth.steps for depth in depths) / 100 == pytest.approx(tail.mean, rel=0.02)
+
+
+def test_every_method_takes_turns_with_dense():
+    report = small(methods=list(METHODS))
+    names = [f"{method} 1+1x2+1" for method in METHODS]
+    assert [row["name"] for row in report["rows"]] == [*names, "dense 4L"]
+    assert list(report["ratios"]) == [f"time per token, {name} / dense 4L" for name in names]
+    peaks = {row["name"]: row["peak_bytes"] for row in report["rows"]}
+    assert min(peaks.values()) > 4 * 4 * 4 * 12 * 16**2  # weights, gradients and moments of three blocks and more
+    assert peaks["dense 4L"] > peaks["ladder 1+1x2+1"]
+
+
+def test_the_sizes_of_a_preset(monkeypatch):
+    given = {}
+    monkeypatch.setattr(training, "bench_training", lambda layout, n, **rest: given.update(layout=layout, **rest))
+    monkeypatch.setattr(training, "show", lambda report: None)
+    assert cli.main(["bench", "training", "--methods", "mor", "ouro", "--preset", "grt-nano"]) == 0
+    assert (given["layout"], given["methods"], given["batch_size"]) == ("1+1x6+1", ["mor", "ouro"], 4)
+    assert given["shape"] == {"d_model": 128, "n_heads": 4, "context": 256}
+
+
 def test_a_recurrent_turn_runs_every_depth_once(monkeypatch):
     config = ModelConfig(method="grt", layout="1+1x3+1", vocab_size=257, **SHAPE)
-    recurrent, dense = training.recurrent_and_dense(config, torch.device("cpu"), torch.float32)
+    recurrent, dense = training.recurrent_and_dense([config], torch.device("cpu"), torch.float32)
     ran = []
     for contestant in (recurrent, dense):
         real = contestant.model.loss
-        contestant.model.loss = lambda ids, targets, depth, real=real: ran.append(depth) or real(ids, targets, depth)
+        contestant.model.loss = lambda *args, real=real: ran.append(args[2]) or real(*args)
         before = [p.detach().clone() for p in contestant.model.parameters()]
         tokens = torch.randint(257, (2, 17))
         assert contestant.turn(tokens[:, :-1], tokens[:, 1:]) > 0
@@ -137,7 +167,7 @@ def test_transformers_computes_our_loss():
     pytest.importorskip("transformers")
     config = ModelConfig(layout="2L", vocab_size=257, **SHAPE)
     theirs, loss = peers.transformers_gpt2(config)
-    mine = training.ours("a", config, [0], torch.device("cpu"), torch.float32)
+    mine = training.ours("a", config, [Depth(0)], torch.device("cpu"), torch.float32)
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in mine.model.parameters())
     assert theirs.config._attn_implementation == "sdpa"
     names = {

@@ -211,3 +211,14 @@ def test_reordered_rows(tiny, ids, method, strategy):
     got = cached(model, ids[[1, 1, 0], 8:], cache, 4 * [1], prompt=-1)
     want = cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1])[:, 8:]
     torch.testing.assert_close(got, want[[1, 1, 0]], **EXACT)
+
+
+@every_case
+def test_a_cleared_cache_is_a_new_one(tiny, ids, method, strategy):
+    model, cache = tiny(method), make(tiny(method), strategy)
+    cached(model, ids.flip(1), cache, [PROMPT] + 6 * [1])
+    size = cache.nbytes
+    cache.clear()
+    got = cached(model, ids, cache, [PROMPT] + 7 * [1])
+    torch.testing.assert_close(got, cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1]), **EXACT)
+    assert cache.nbytes == size or method in ROUTED  # whose room grows with need

@@ -445,7 +445,7 @@ def test_characters_are_streamed_whole(monkeypatch, run):
 
 @pytest.mark.parametrize("stop", [["w\n"], ["zz", "w\n", "\nx"], ["two"]], ids=str)
 def test_a_stop_string_ends_the_text(monkeypatch, grt, document, run, stop):
-    monkeypatch.setattr("grt.report.Stream", Scripted("one tw\nxtwo tail".encode()))
+    monkeypatch.setattr("grt.report.Stream", Scripted(b"one tw\nxtwo tail"))
     options = [part for text in stop for part in ("--stop", text)]
     want = "one tw\nx" if stop == ["two"] else "one t"
     assert grt("generate", run, *options) == want + "\n"

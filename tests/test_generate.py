@@ -1,7 +1,5 @@
 """generate: greedy text, seeds, stops, depths, and the window that slides where the context ends."""
 
-import math
-
 import pytest
 import torch
 

@@ -107,7 +107,6 @@ def test_first_token_follows_the_models_softmax(tiny):
     assert chi_square(counts, probabilities_of(logits, 1.0)) > bound
 
 
-
 @pytest.mark.parametrize(
     "options",
     [{"temperature": 0}, {"temperature": 1e-3}, {"temperature": 1e-300}, {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1}],

@@ -65,16 +65,18 @@ def long(tiny):
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_200_greedy_tokens_are_those_of_fresh_passes(long, method, layout, dtype):
-    model = long(method, layout, dtype)
+    model, shared = long(method, layout, dtype), []
     for prompt in ([3, 1, 4], list(range(40))):
         text = alone(model, prompt, max_new_tokens=200, sampling=GREEDY)
         gaps, ties = departures(model, prompt, text)
         print(f"{method}, {dtype}: {len(gaps)} of 200 tokens differ; the fresh pass has {ties} near ties")
         assert len(text) == 200 and len(set(text)) > 3
         assert all(gap < CLOSE[dtype] for gap in gaps)
-    if layout != "4L" and dtype == torch.float32:  # sharing computes another text, and the check above can tell
-        shared = alone(model, prompt, max_new_tokens=200, sampling=GREEDY, kv="first")
-        assert max(departures(model, prompt, shared)[0], default=0) > CLOSE[dtype]
+        if dtype == torch.float32:
+            text = alone(model, prompt, max_new_tokens=200, sampling=GREEDY, kv="first")
+            shared += departures(model, prompt, text)[0]
+    if layout != "4L" and dtype == torch.float32:
+        assert max(shared) > CLOSE[dtype], "sharing says something else, and it does not show"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -83,8 +85,9 @@ def test_200_greedy_tokens_of_a_trained_model(dtype):
     text = alone(model, prompt, max_new_tokens=200, sampling=GREEDY)
     gaps, ties = departures(model, prompt, text)
     print(f"grt-nano, {dtype}: {len(gaps)} of 200 tokens differ; the fresh pass has {ties} near ties")
-    assert all(gap < CLOSE[dtype] for gap in gaps)
-    assert bytes(text).decode().count("self") > 1  # it says what it learned to say
+    # From 4 to 8, where its largest logits are, neighbours in bf16 are 1/32 apart: they are as good as tied.
+    assert all(gap < CLOSE[dtype] or (dtype == torch.bfloat16 and gap <= 1 / 32) for gap in gaps)
+    assert bytes(text).count(b"assert np.") > 1  # it says what it learned to say
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
@@ -212,7 +215,7 @@ def test_what_a_router_refuses(tiny, method):
     for kv in ("last", "mean", "mod:2", "first:all"):
         with pytest.raises(ConfigError, match=f"kv is '{kv}', which may ask for keys"):
             Stream(tiny(method), [[1]], kv=kv)
-    with pytest.raises(ConfigError, match="compiled is on"):
+    with pytest.raises(ConfigError, match="decode it without compiling"):
         Stream(tiny(method), [[1]], compiled=True)
     with pytest.raises(ConfigError, match="depth 4 is beyond the 3 steps"):
         Stream(tiny(method), [[1]], depth=4)

@@ -4,8 +4,8 @@ Peers: `dense`, the recurrent model against dense of equal block executions; `na
 GPT-2 against theirs of the same shape, precision, tokens, optimizer and clipping.
 
 Contestants take turns in one process, so a change of the machine's speed hits all; ratios are taken within each turn
-and their median reported. A turn of the recurrent model runs every depth 1..R once: exactly the mean of the sampler,
-without its luck.
+and their median reported. A turn of a recurrent model has R slots whose depths are evenly spaced quantiles of what its
+method draws (for GRT every depth from 1 to R): the sampler's mean without its luck.
 """
 
 import json
@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from grt.bench.peers import LossOf, nanogpt, transformers_gpt2
 from grt.config import ConfigError, ModelConfig, OptimConfig, at_least
 from grt.data.loader import Split, batch
-from grt.methods import build_model
-from grt.model.depth import Depth
+from grt.methods import build_model, depth_sampler
+from grt.model.context import LoopContext
+from grt.model.depth import Depth, DepthSampler
 from grt.model.precision import autocast, cpu_name, dtype_name, resolve_device, resolve_dtype
+from grt.train.memory import training_peak
 from grt.train.optim import make_optimizer
 
 PEER_SLOTS = 4  # slots of a turn where no depth has to be gone through
@@ -58,15 +60,38 @@ class Contestant:
         total.item()  # waits for the device
         return (time.perf_counter() - start) / (len(self.losses) * ids.numel())
 
+    def peak(self, ids: Tensor, targets: Tensor) -> int:
+        """Bytes at the peak of the last slot of a turn, the deepest."""
 
-def ours(name: str, config: ModelConfig, depths: list[int], device: torch.device, dtype: torch.dtype) -> Contestant:
+        def run() -> Tensor:
+            with autocast(self.device, self.dtype):
+                return self.losses[-1](ids, targets)
+
+        return training_peak(self.model, run)
+
+
+def ours(name: str, config: ModelConfig, depths: list[Depth], device: torch.device, dtype: torch.dtype) -> Contestant:
     torch.manual_seed(0)
     model = build_model(config)
 
-    def at(steps: int) -> LossOf:
-        return lambda ids, targets: model.loss(ids, targets, Depth(steps)).total
+    def at(depth: Depth) -> LossOf:
+        def loss(ids: Tensor, targets: Tensor) -> Tensor:
+            ctx = LoopContext(recompute=model.rule.reads_out_often)  # as a run does by default
+            return model.loss(ids, targets, depth, ctx).total
 
-    return Contestant(name, model, [at(steps) for steps in depths], device, dtype)
+        return loss
+
+    return Contestant(name, model, [at(depth) for depth in depths], device, dtype)
+
+
+def quantiles(sampler: DepthSampler, n: int) -> list[Depth]:
+    """n depths that stand for the distribution: its quantiles at 1/2n, 3/2n, ..."""
+    depths, below = [], 0.0
+    for steps, p in sorted(sampler.probabilities.items()):
+        below += p
+        while len(depths) < n and (len(depths) + 0.5) / n < below:
+            depths.append(Depth(steps, sampler.grad_steps))
+    return depths
 
 
 def alternate(contestants: list[Contestant], ids: Tensor, targets: Tensor, alternations: int) -> dict[str, list[float]]:
@@ -108,14 +133,14 @@ def loader_seconds(batch_size: int, context: int, calls: int = 50) -> float:
     return statistics.median(times)
 
 
-def recurrent_and_dense(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[Contestant]:
+def recurrent_and_dense(configs: list[ModelConfig], device: torch.device, dtype: torch.dtype) -> list[Contestant]:
+    config = configs[0]
     if config.blocks.is_dense:
         raise ConfigError(f"--layout {config.layout} has no core to compare with dense: write one as 1+1x10+1.")
     R, executions = config.blocks.R, config.blocks.n_executions()
-    return [
-        ours(f"{config.method} {config.layout}", config, list(range(1, R + 1)), device, dtype),
-        ours(f"dense {executions}L", replace(config, layout=f"{executions}L"), [0] * R, device, dtype),
-    ]
+    recurrent = [ours(f"{c.method} {c.layout}", c, quantiles(depth_sampler(c), R), device, dtype) for c in configs]
+    dense = replace(config, layout=f"{executions}L")
+    return [*recurrent, ours(f"dense {executions}L", dense, [Depth(0)] * R, device, dtype)]
 
 
 def dense_and_peers(
@@ -126,17 +151,18 @@ def dense_and_peers(
         "transformers": lambda: transformers_gpt2(config),
     }
     made = {name: make[name]() for name in peers}  # first: what is missing should be said at once
-    contestants = [ours(f"grt dense {config.layout}", config, [0] * PEER_SLOTS, device, dtype)]
+    contestants = [ours(f"grt dense {config.layout}", config, [Depth(0)] * PEER_SLOTS, device, dtype)]
     return contestants + [Contestant(name, m, [loss] * PEER_SLOTS, device, dtype) for name, (m, loss) in made.items()]
 
 
 def bench_training(
     layout: str = "1+1x10+1", alternations: int = 10, *, peers: Sequence[str] = ("dense",), nanogpt: Path | None = None,
-    method: str = "grt", shape: dict[str, Any] | None = None, peer_shape: dict[str, Any] | None = None,
+    methods: Sequence[str] = ("grt",), shape: dict[str, Any] | None = None, peer_shape: dict[str, Any] | None = None,
     peer_layout: str = "12L", batch_size: int = 8, dtype: str = "bf16", device: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON document of the bench. `shape` (d_model, n_heads, context) is of the recurrent pair, `peer_shape` of
-    the dense models; ratios are of time per token (recurrent / dense) and of tokens per second (ours / peer)."""
+    """The JSON document of the bench. `shape` (d_model, n_heads, context) is of the recurrent models and their dense
+    one, `peer_shape` of the dense models; ratios are of time per token (recurrent / dense) and of tokens per second
+    (ours / peer). peak_bytes: of a slot of the deepest turn, counted on the CPU."""
     at_least("--alternations", alternations, 1)
     where = resolve_device(device)
     shape = shape or {"d_model": 256, "n_heads": 4, "context": 256}
@@ -149,44 +175,54 @@ def bench_training(
         "rows": [], "ratios": {}, "ratio_spreads": {},
     }  # fmt: skip
     if "dense" in peers:
-        config = ModelConfig(method=method, layout=layout, vocab_size=257, **shape)
-        measure(recurrent_and_dense(config, where, precision), config, batch_size, report, "time per token")
+        configs = [ModelConfig(method=m, layout=layout, vocab_size=257, **shape) for m in dict.fromkeys(methods)]
+        *recurrent, dense = recurrent_and_dense(configs, where, precision)
+        pairs = [(contestant, dense) for contestant in recurrent]
+        measure([*recurrent, dense], pairs, configs[0], batch_size, report, "time per token")
     if others:
         config = ModelConfig(layout=peer_layout, vocab_size=257, **peer_shape)
         contestants = dense_and_peers(config, others, nanogpt, where, precision)
-        measure(contestants, config, batch_size, report, "tokens/s")
+        pairs = [(contestants[0], peer) for peer in contestants[1:]]
+        measure(contestants, pairs, config, batch_size, report, "tokens/s")
     return report
 
 
 def measure(
-    contestants: list[Contestant], config: ModelConfig, batch_size: int, report: dict[str, Any], what: str
-) -> None:
-    """Let the contestants, ours first, take turns; add their rows, and our ratio to each of the others, to `report`."""
+    contestants: list[Contestant], pairs: list[tuple[Contestant, Contestant]], config: ModelConfig, batch_size: int,
+    report: dict[str, Any], what: str,
+) -> None:  # fmt: skip
+    """Let the contestants, ours first, take turns; add their rows, and the ratio of each pair, to `report`."""
     tokens = torch.randint(0, 257, (batch_size, config.context + 1)).to(contestants[0].device)
-    times = alternate(contestants, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), report["alternations"])
+    ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    times = alternate(contestants, ids, targets, report["alternations"])
     rows = rows_of(times)
+    if ids.device.type == "cpu":
+        for row, contestant in zip(rows, contestants, strict=True):
+            row["peak_bytes"] = contestant.peak(ids, targets)
     sizes = {name: getattr(config, name) for name in ("d_model", "n_heads", "context")} | {"batch_size": batch_size}
     seconds_of_slot = 1e-6 * rows[0]["us_per_token"] * batch_size * config.context
     rows[0]["loader_share"] = loader_seconds(batch_size, config.context) / seconds_of_slot
     report["rows"] += [{**row, "shape": sizes} for row in rows]
-    first, *others = times
-    for name in others:
-        ratios = [a / b for a, b in zip(times[first], times[name], strict=True)]
+    for a, b in pairs:
+        ratios = [x / y for x, y in zip(times[a.name], times[b.name], strict=True)]
         if what == "tokens/s":
             ratios = [1 / ratio for ratio in ratios]
-        report["ratios"][f"{what}, {first} / {name}"] = statistics.median(ratios)
-        report["ratio_spreads"][f"{what}, {first} / {name}"] = [min(ratios), max(ratios)]
+        report["ratios"][f"{what}, {a.name} / {b.name}"] = statistics.median(ratios)
+        report["ratio_spreads"][f"{what}, {a.name} / {b.name}"] = [min(ratios), max(ratios)]
 
 
 def show(report: dict[str, Any]) -> None:
     """A table for people, then the report as one JSON line."""
     console = Console(highlight=False, soft_wrap=True)
     table = Table(title=f"training, {report['dtype']} on {report['device']} ({report['threads']} threads)")
-    for column in ("model", "us per token", "tokens per s", "fastest-slowest us"):
+    for column in ("model", "us per token", "tokens per s", "fastest-slowest us", "peak MB"):
         table.add_column(column, justify="right")
     for row in report["rows"]:
         low, high = row["spread"]
-        table.add_row(row["name"], f"{row['us_per_token']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{low:.2f}-{high:.2f}")
+        peak = f"{row['peak_bytes'] / 1e6:.1f}" if "peak_bytes" in row else ""
+        table.add_row(
+            row["name"], f"{row['us_per_token']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{low:.2f}-{high:.2f}", peak
+        )
     console.print(table)
     for name, ratio in report["ratios"].items():
         low, high = report["ratio_spreads"][name]

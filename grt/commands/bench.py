@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from grt.options import Device, parse
+from grt.presets import preset
 
 
 @dataclass
@@ -19,8 +20,12 @@ class Bench:
     """dense: the recurrent model against dense; nanogpt, transformers: our dense GPT-2 against theirs."""
     nanogpt: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """model.py of a checkout of karpathy/nanoGPT, for the peer nanogpt."""
+    methods: list[str] = field(default_factory=lambda: ["grt"])
+    """The recurrent models: keys of grt.methods.METHODS."""
     layout: str = "1+1x10+1"
-    """The recurrent model's layout."""
+    """Their layout."""
+    preset: str = ""
+    """Layout, width, context and sequences a slot of this preset instead."""
     alternations: int = 10
     """Turns that count; one more warms up."""
     dtype: Literal["auto", "fp32", "bf16"] = "bf16"
@@ -39,9 +44,15 @@ def run_bench(arguments: list[str]) -> int:
 
     if command.threads:
         torch.set_num_threads(command.threads)
+    like: dict[str, Any] = {}
+    if command.preset:
+        config = preset(command.preset)
+        shape = {name: getattr(config.model, name) for name in ("d_model", "n_heads", "context")}
+        like = {"shape": shape, "batch_size": config.train.batch_size}
+        command.layout = config.model.layout
     report = bench_training(
-        command.layout, command.alternations, peers=command.peers, nanogpt=command.nanogpt, dtype=command.dtype,
-        device=command.device,
+        command.layout, command.alternations, peers=command.peers, nanogpt=command.nanogpt, methods=command.methods,
+        dtype=command.dtype, device=command.device, **like,
     )  # fmt: skip
     show(report)
     return 0

@@ -6,12 +6,13 @@ GPU be captured as a graph, at one fixed depth.
 Shapes: B batch, T tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from grt.config import ConfigError
+from grt.infer.onerow import OPTIONS, OneRow
 from grt.model.cache import KVCache
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
@@ -68,17 +69,20 @@ class Decoder:
         self.cache = KVCache(
             model, len(prompts), longest + max_new, strategy=kv, depth=self.steps.steps, prompt=longest
         )
-        if compiled and not self.cache.core.fixed_shapes:
-            name = model.config.method_name
-            raise ConfigError(f"compiled is on, but a token's pass has no fixed shapes in {name}: leave it out.")
-        self._step = torch.compile(self._one_token, fullgraph=True) if compiled else self._one_token
+        self._step = self._compiled() if compiled else self._one_token
+
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Other prompts, as many and no longer than the first ones were; what was compiled stays."""
+        assert len(prompts) == len(self.prompts) and max(map(len, prompts)) <= self.longest
+        self.prompts = prompts
+        self.cache.clear()
 
     @torch.inference_mode()
     def prefill(self, chunk: int | None = None) -> Tensor:
         """Logits (B, V) after the prompts, read `chunk` tokens at a time (default: all at once)."""
         ids, real = left_padded(self.prompts, self.model.device)
-        size, logits = chunk or self.longest, torch.empty(0)
-        for start in range(0, self.longest, size):
+        size, logits = chunk or ids.shape[1], torch.empty(0)
+        for start in range(0, ids.shape[1], size):
             piece = slice(start, start + size)
             ctx = LoopContext(cache=self.cache, real=None if real is None else real[:, piece])
             logits = self.model.logits(last_of(self.model.states(ids[:, piece], ctx, self.steps)), ctx, last=True)
@@ -100,6 +104,22 @@ class Decoder:
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
         self.cache.reorder(torch.tensor(rows, device=self.model.device))
+
+    def _compiled(self) -> Callable[[Tensor], Tensor]:
+        if not self.cache.core.fixed_shapes:
+            raise ConfigError(
+                f"{self.model.config.method} gathers as many rows as its router chooses: decode it without compiling."
+            )
+        if self.cache.device.type == "cuda":
+            return torch.compile(self._one_token, fullgraph=True, mode="reduce-overhead")  # a CUDA graph
+        if self.cache.batch > 1:
+            return torch.compile(self._one_token, fullgraph=True)
+
+        def one_row(ids: Tensor) -> Tensor:
+            with OneRow():
+                return self._one_token(ids)
+
+        return torch.compile(one_row, fullgraph=True, options=OPTIONS)
 
     def _one_token(self, ids: Tensor) -> Tensor:
         ctx = LoopContext(cache=self.cache)

@@ -36,11 +36,13 @@ class RoutedSteps:
                 f"kv is {strategy!r}, which may ask for keys of steps that a token did not take: choose full or first."
             )
         self.ran = torch.zeros(cache.batch, cache.capacity, dtype=torch.long, device=cache.device)
-        self.steps = [cache.room(2, n, tokens=math.ceil(share * cache.capacity)) for share in shares[: cache.depth]]
+        self.n, self.shares = n, shares[: cache.depth]
+        self.steps: list[Tensor] = []
+        self.clear()
         self.rows = self.chosen = torch.empty(0)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(zip(map(str, range(len(self.steps))), self.steps, strict=True))
+    def tensors(self) -> list[Tensor]:
+        return self.steps
 
     def select(self, step: int, rows: Tensor, chosen: Tensor) -> None:
         """The tokens that step `step` computes: places among the new ones (B, K), and False where that is padding."""
@@ -78,6 +80,11 @@ class RoutedSteps:
     def compress(self) -> None:
         if self.strategy == "first":
             del self.steps[1:]
+
+    def clear(self) -> None:
+        self.ran.zero_()
+        for share in self.shares[len(self.steps) :]:  # all of them at first; those that sharing has dropped later on
+            self.steps.append(self.cache.room(2, self.n, tokens=math.ceil(share * self.cache.capacity)))
 
     def reorder(self, rows: Tensor) -> None:
         self.steps = [x.index_select(-4, rows) for x in self.steps]

@@ -28,7 +28,9 @@ class CoreStore(Protocol):
         """Tokens are decoded one at a time: each has to be committed before the next begins."""
         ...
 
-    def tensors(self) -> dict[str, Tensor]: ...
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        ...
 
     def extend(self, block: int, step: int, k: Tensor, v: Tensor) -> Seen:
         """Store K_r and V_r of the new tokens, each (B, H, m, c); what they attend to."""
@@ -41,6 +43,8 @@ class CoreStore(Protocol):
         """The prompt is complete: from here on steps share."""
 
     def reorder(self, rows: Tensor) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 class KVCache:
@@ -75,9 +79,14 @@ class KVCache:
         self.decoding = False
         self.real: Tensor | None = None  # (B, capacity): False where a row has padding
         self.visible: Tensor | None = None  # of the pass: (m, T) or (B, 1, m, T)
-        self.index: Tensor | None = None  # (1,) once frozen: where the token in progress goes
-        self.place: Tensor | None = None  # (B, 1) once frozen: its positions
-        self.outer = {"prelude": self.room(2, layout.p), "coda": self.room(2, layout.c)}
+        self.frozen = False
+        self.index = torch.zeros(1, dtype=torch.long, device=self.device)  # frozen: where the token in progress goes
+        self.place = torch.zeros(batch, 1, dtype=torch.long, device=self.device)  # frozen: its positions
+        self.shown = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=self.device)  # frozen: what it sees
+        # A tensor for each block: compiled code that writes into one must not have to copy the others.
+        self.outer = {
+            section: [self.room(2) for _ in range(n)] for section, n in (("prelude", layout.p), ("coda", layout.c))
+        }
         self.core: CoreStore = model.rule.store(self, layout.n, strategy)
 
     def room(self, *sizes: int, tokens: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -89,7 +98,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held now; in the prompt phase with the room for all of its steps."""
-        return sum(x.untyped_storage().nbytes() for x in [*self.outer.values(), *self.core.tensors().values()])
+        held = [*self.outer["prelude"], *self.outer["coda"], *self.core.tensors()]
+        return sum(x.untyped_storage().nbytes() for x in held)
 
     # A pass
 
@@ -101,7 +111,7 @@ class KVCache:
     def begin(self, new: int, real: Tensor | None = None) -> Tensor:
         """Make room for `new` tokens of each row; real (B, new): False where a row has padding, which comes first.
         Returns their positions, (new,) or (B, 1..new)."""
-        if self.place is not None:
+        if self.frozen:
             return self.place
         if torch.is_grad_enabled():
             raise ConfigError("a cache keeps no gradients: decode under torch.inference_mode() or torch.no_grad().")
@@ -135,23 +145,23 @@ class KVCache:
         """Store what the new tokens computed (B, H, m, c) at (section, block, step)."""
         section, block, step = where
         if section != "core":
-            return self.write(self.outer[section][:, block], k, v)
+            return self.write(self.outer[section][block], k, v)
         if step >= self.depth:
             raise ConfigError(f"depth {step + 1} is beyond the {self.depth} steps of the cache: make it deeper.")
         return self.core.extend(block, step, k, v)
 
     def write(self, store: Tensor, k: Tensor, v: Tensor) -> Seen:
         """Into store (2, B, H, capacity, c), at the places of the new tokens."""
-        if self.index is not None:
-            store[0].index_copy_(2, self.index, k)
-            store[1].index_copy_(2, self.index, v)
+        if self.frozen:
+            store.index_copy_(3, self.index, torch.stack((k, v)))
         else:
             store[0, :, :, self.start : self.length], store[1, :, :, self.start : self.length] = k, v
         return self.read(store)
 
     def read(self, store: Tensor) -> Seen:
-        tokens = self.capacity if self.index is not None else self.length
-        return store[0, :, :, :tokens], store[1, :, :, :tokens], self.visible
+        if self.frozen:
+            return store[0], store[1], self.shown
+        return store[0, :, :, : self.length], store[1, :, :, : self.length], self.visible
 
     def commit(self) -> None:
         """End a pass: the first time, the prompt's, from where on steps share; then, the tokens that were decoded."""
@@ -168,42 +178,44 @@ class KVCache:
             raise ConfigError(f"{tokens} tokens cannot be taken back from {self.length}: take back fewer.")
         self.core.end_pass()
         self.length, self.new = self.length - tokens, 0
-        if self.index is not None:
+        if self.frozen:
             self.freeze()
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes what row rows[i] was (beam search; a batch whose finished rows leave)."""
         self.core.end_pass()
         self.batch, self.new = len(rows), 0
-        self.outer = {name: x.index_select(-4, rows) for name, x in self.outer.items()}
+        self.outer = {name: [x.index_select(1, rows) for x in stores] for name, stores in self.outer.items()}
         self.core.reorder(rows)
         if self.real is not None:
             self.real = self.real[rows]
-        if self.index is not None:
-            self.index = None
-            self.freeze()
+        self.place, self.shown = self.place[rows], self.shown[rows]
+
+    def clear(self) -> None:
+        """Empty, for the next prompt, with everything where it was."""
+        self.length = self.new = 0
+        self.decoding = self.frozen = False
+        self.real = self.visible = None
+        self.core.clear()
 
     def freeze(self) -> None:
         """After the prompt: from now on one token at a time, each announced by `advance`, at places that tensors name
         and no Python number, so that the pass over it can be compiled, or captured as a CUDA graph, once."""
         assert self.decoding, "commit the prompt first"
-        if self.index is None or self.visible is None or self.place is None:
-            self.index = torch.empty(1, dtype=torch.long, device=self.device)
-            self.visible = torch.empty(self.batch, 1, 1, self.capacity, dtype=torch.bool, device=self.device)
-            self.place = torch.empty(self.batch, 1, dtype=torch.long, device=self.device)
+        self.frozen = True
         self.index.fill_(self.length - 1)
-        self.visible.fill_(False)
-        self.visible[..., : self.length] = True if self.real is None else self.real[:, None, None, : self.length]
-        self.place.copy_(self.visible[:, 0].sum(-1) - 1)
+        self.shown.fill_(False)
+        self.shown[..., : self.length] = True if self.real is None else self.real[:, None, None, : self.length]
+        self.place.copy_(self.shown[:, 0].sum(-1) - 1)
 
     def advance(self) -> None:
         """Make room for the next token of a frozen cache; then come its pass and commit()."""
-        assert self.index is not None and self.visible is not None and self.place is not None
+        assert self.frozen, "freeze the cache first"
         if self.length == self.capacity:
             raise ConfigError(f"the cache has room for {self.capacity} tokens, and one more is needed: make it larger.")
         self.length, self.new = self.length + 1, 1
         self.index += 1
         self.place += 1
-        self.visible[..., self.length - 1] = True
+        self.shown[..., self.length - 1] = True
         if self.real is not None:
             self.real[:, self.length - 1] = True

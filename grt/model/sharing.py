@@ -50,23 +50,21 @@ class SharedSteps:
         self.executed = 0  # steps of the pass in progress
         self.ran = torch.zeros(cache.batch, cache.capacity, dtype=torch.long, device=cache.device)  # of each token
         S = {"full": cache.depth, "mod": min(self.modulus, cache.depth)}.get(self.strategy, 1)
-        self.slots = cache.room(2, n, S)
-        self.prompt = self.first = self.sums = None
-        if self.strategy in ("first", "last", "mean", "mod"):
-            self.prompt = cache.room(2, n, cache.depth, tokens=cache.prompt)
-        if self.strategy == "first":
-            self.first = cache.room(2, n, tokens=1)  # K_1 of the token in progress
-        if self.strategy == "mean":
-            self.precise = torch.promote_types(cache.dtype, torch.float32)
-            self.sums = cache.room(2, n, tokens=1, dtype=self.precise)  # of its K_r so far
+        self.slots = [[cache.room(2) for _ in range(S)] for _ in range(n)]
+        self.prompt: Tensor | None = None
+        self.clear()
+        # Of the token in progress: K_1, or the sum of its K_r so far.
+        precise = torch.promote_types(cache.dtype, torch.float32)
+        self.first = [cache.room(2, tokens=1) for _ in range(n)] if self.strategy == "first" else []
+        self.sums = [cache.room(2, tokens=1, dtype=precise) for _ in range(n)] if self.strategy == "mean" else []
 
     @property
     def sequential(self) -> bool:
         return self.strategy in ("last", "mean", "mod")
 
-    def tensors(self) -> dict[str, Tensor]:
-        held = {name: getattr(self, name) for name in ("slots", "prompt", "first", "sums")}
-        return {name: x for name, x in held.items() if x is not None}
+    def tensors(self) -> list[Tensor]:
+        prompt = [] if self.prompt is None else [self.prompt]
+        return [*(x for slots in self.slots for x in slots), *prompt, *self.first, *self.sums]
 
     def slot(self, step: int) -> int:
         return {"full": step, "mod": step % max(self.modulus, 1)}.get(self.strategy, 0)
@@ -74,24 +72,23 @@ class SharedSteps:
     def extend(self, block: int, step: int, k: Tensor, v: Tensor) -> "Seen":
         cache, self.executed = self.cache, step + 1
         if self.strategy == "first:all":
-            store = self.slots[:, block, 0]
+            store = self.slots[block][0]
             return cache.write(store, k, v) if step == 0 else cache.read(store)
         if self.prompt is not None:
             return cache.write(self.prompt[:, block, step], k, v)
-        if self.first is not None:
+        if self.first:
             return self._extend_first(block, step, k, v)
-        if self.sums is not None:
+        if self.sums:
             new = torch.stack((k, v))
-            self.sums[:, block] = new if step == 0 else self.sums[:, block] + new
-        return cache.write(self.slots[:, block, self.slot(step)], k, v)
+            self.sums[block].copy_(new if step == 0 else self.sums[block] + new)
+        return cache.write(self.slots[block][self.slot(step)], k, v)
 
     def _extend_first(self, block: int, step: int, k: Tensor, v: Tensor) -> "Seen":
         """One token borrows its own place for K_r until end_pass() puts K_1 back; several have their K_r appended."""
-        assert self.first is not None
-        cache, store = self.cache, self.slots[:, block, 0]
+        cache, store = self.cache, self.slots[block][0]
         if cache.new == 1:
             if step == 0:
-                self.first[0, block], self.first[1, block] = k, v
+                self.first[block].copy_(torch.stack((k, v)))
             return cache.write(store, k, v)
         if step == 0:
             return cache.write(store, k, v)
@@ -104,13 +101,18 @@ class SharedSteps:
         cache, ran, self.executed = self.cache, self.executed, 0
         here = slice(cache.start, cache.length)
         self.ran[:, here] = ran
-        if self.prompt is None and self.first is not None and cache.new == 1:
-            self.slots[:, :, 0, :, :, here] = self.first
-        if self.prompt is None and self.sums is not None:
-            self.slots[:, :, 0, :, :, here] = self.sums / ran
-        store = self.slots if self.prompt is None else self.prompt
-        if ran < store.shape[2]:  # a token that asks for more steps reads the deepest
-            store[:, :, ran:, :, :, here] = store[:, :, ran - 1 : ran, :, :, here]
+        # A token that asks for more steps than these ran reads their deepest.
+        if self.prompt is not None:
+            if ran < self.cache.depth:
+                self.prompt[:, :, ran:, :, :, here] = self.prompt[:, :, ran - 1 : ran, :, :, here]
+            return
+        for block, slots in enumerate(self.slots):
+            if self.first and cache.new == 1:
+                slots[0][..., here, :] = self.first[block]
+            if self.sums:
+                slots[0][..., here, :] = self.sums[block] / ran
+            for slot in slots[ran:]:
+                slot[..., here, :] = slots[ran - 1][..., here, :]
 
     def compress(self) -> None:
         if self.prompt is None:
@@ -118,7 +120,8 @@ class SharedSteps:
         T = self.cache.length
         ran = self.ran[:, None, :T, None]  # (B, 1, T, 1): against (R, B, H, T, c)
         step = torch.arange(self.cache.depth, device=ran.device).view(-1, 1, 1, 1, 1)
-        for slot in range(self.slots.shape[2]):
+        precise = torch.promote_types(self.prompt.dtype, torch.float32)
+        for slot in range(len(self.slots[0])):
             chosen = step < ran
             if self.strategy == "first":
                 chosen = step == 0
@@ -127,14 +130,24 @@ class SharedSteps:
             elif self.strategy == "mod":
                 deepest = torch.where(chosen & (step % self.modulus == slot), step, -1).amax(0)
                 chosen = step == torch.where(deepest < 0, ran - 1, deepest)  # none is congruent: the deepest of all
-            weights = chosen.to(torch.promote_types(self.slots.dtype, torch.float32))
-            held = self.prompt[..., :T, :].to(weights.dtype)
-            self.slots[:, :, slot, :, :, :T] = (held * weights).sum(2) / weights.sum(0).clamp_min(1)
+            weights = chosen.to(precise)
+            for block, slots in enumerate(self.slots):
+                held = self.prompt[:, block, ..., :T, :].to(precise)  # (2, R, B, H, T, c)
+                slots[slot][..., :T, :] = (held * weights).sum(1) / weights.sum(0).clamp_min(1)
         self.prompt = None
 
+    def clear(self) -> None:
+        self.executed = 0
+        if self.prompt is None and self.strategy in ("first", "last", "mean", "mod"):
+            self.prompt = self.cache.room(2, len(self.slots), self.cache.depth, tokens=self.cache.prompt)
+
     def reorder(self, rows: Tensor) -> None:
-        for name, x in self.tensors().items():
-            setattr(self, name, x.index_select(-4, rows))
+        def pick(stores: list[Tensor]) -> list[Tensor]:
+            return [x.index_select(-4, rows) for x in stores]
+
+        self.slots = [pick(slots) for slots in self.slots]
+        self.first, self.sums = pick(self.first), pick(self.sums)
+        self.prompt = None if self.prompt is None else pick([self.prompt])[0]
         self.ran = self.ran[rows]
 
 
