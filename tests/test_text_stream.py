@@ -81,6 +81,7 @@ def test_what_looked_like_a_stop_string_comes_in_the_end():
 def test_the_first_to_be_complete_ends_it():
     assert pieces(b"xxabcx", ["abc", "b"])[1].text == "xxa"
     assert pieces(b"xxabcx", ["bc", "abc"])[1].text == "xx"
+    assert pieces([0], ["abc", "b"], lambda _: "xxabcx")[1].text == "xxa"  # in one token too
 
 
 def test_an_empty_stop_string_is_refused():
