@@ -72,11 +72,11 @@ def test_200_greedy_tokens_are_those_of_fresh_passes(long, method, layout, dtype
         print(f"{method}, {dtype}: {len(gaps)} of 200 tokens differ; the fresh pass has {ties} near ties")
         assert len(text) == 200 and len(set(text)) > 3
         assert all(gap < CLOSE[dtype] for gap in gaps)
-        if dtype == torch.float32:
+        if dtype == torch.float32 and layout != "4L":
             text = alone(model, prompt, max_new_tokens=200, sampling=GREEDY, kv="first")
             shared += departures(model, prompt, text)[0]
-    if layout != "4L" and dtype == torch.float32:
-        assert max(shared) > CLOSE[dtype], "sharing says something else, and it does not show"
+    if dtype == torch.float32 and layout != "4L":
+        assert max(shared, default=0) > CLOSE[dtype], "sharing says something else, and it does not show"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
