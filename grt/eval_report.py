@@ -22,9 +22,9 @@ from grt.evals.cloze import cloze_accuracy, dump_items, make_items
 from grt.evals.loss import Evaluation, evaluate
 from grt.evals.sharing import sharing_loss
 from grt.model import cost
+from grt.model.cache import KVCache
 from grt.model.precision import dtype_name, resolve_device, resolve_dtype
 from grt.model.recurrent import RecurrentDepthModel
-from grt.model.sharing import parse_strategy
 from grt.presets import change
 from grt.train.checkpoint import find_checkpoint, load_model, read_manifest
 from grt.train.folder import commit
@@ -58,6 +58,16 @@ def _trained_on(folder: Path) -> str | None:
     return None
 
 
+def known_text(run: Path, checkpoint: Path, config: RunConfig, data: str | None) -> Split:
+    """`find_text`, with a warning where the run's own text is not what it was trained beside."""
+    split = find_text(config, data)
+    if data is None and _trained_on(checkpoint) not in (None, split.sha256):
+        warnings.warn(
+            f"the validation text of {run} has changed since it was trained: expect another loss", stacklevel=3
+        )
+    return split
+
+
 def evaluation_report(
     run: Path, data: str | None = None, *, depths: Sequence[int] | None = None, limit: int | None = None,
     batch_size: int = 16, dtype: str = "fp32", device: str = "auto", routing: str | None = None,
@@ -68,20 +78,12 @@ def evaluation_report(
     routing: as in `evaluate`; None: by the threshold where there is a router, with the loss of top-k beside it.
     kv: strategies whose loss is measured too, and with it accuracy on `cloze` items.
     """
-    if cloze < 0 or (cloze and not kv):
-        raise ConfigError(f"cloze is {cloze}: give a number of items, and --kv with the strategies to compare.")
-    for strategy in kv:
-        parse_strategy(strategy)
     start = time.perf_counter()
     where = resolve_device(device)
     checkpoint, config = find_checkpoint(run)
-    step = read_manifest(checkpoint)["step"]
     model, _ = load_model(checkpoint, where)
-    split = find_text(config, data)
-    if data is None and _trained_on(checkpoint) not in (None, split.sha256):
-        warnings.warn(
-            f"the validation text of {run} has changed since it was trained: expect another loss", stacklevel=2
-        )
+    check_sharing(model, kv, cloze)
+    split = known_text(run, checkpoint, config, data)
     precision = resolve_dtype(dtype, where, config.model.d_model)
     both = routing is None and model.rule.routing is not None
     options = {"limit": limit, "batch_size": batch_size, "dtype": precision}
@@ -99,7 +101,7 @@ def evaluation_report(
         added["sharing"] = sharing_rows(model, config, split, data, kv, cloze, **options)
     return {
         "run": str(run),
-        "step": step,
+        "step": read_manifest(checkpoint)["step"],
         "data": {"path": data or config.data.path, "sha256": split.sha256, "tokens": split.n_tokens},
         "windows": result.windows,
         "dtype": dtype_name(precision),
@@ -116,6 +118,14 @@ def evaluation_report(
         "bigram_entropy": bigram_entropy(split) if split.vocab_size <= 1024 else None,
         **added,
     }
+
+
+def check_sharing(model: RecurrentDepthModel, kv: Sequence[str], cloze: int) -> None:
+    """ConfigError, before anything is computed, for strategies that there are not or not for this method."""
+    if cloze < 0 or (cloze and not kv):
+        raise ConfigError(f"cloze is {cloze}: give a number of items, and --kv with the strategies to compare.")
+    for strategy in kv:
+        KVCache(model, 1, 1, strategy=strategy)
 
 
 def sharing_rows(
