@@ -107,7 +107,7 @@ class ModelConfig:
     """MoR: weight of the routers' own loss (auxiliary or balancing)."""
     router_z_loss: float = 0.0
     """MoR: weight of the mean squared log-sum-exp of the router's scores."""
-    eval_routing: Literal["threshold", "topk"] = operational("threshold")
+    eval_routing: Literal["threshold", "topk"] = "threshold"
     """MoR: who goes on outside of training: scores above the threshold, or the sequence's best (sees the future)."""
     exit_beta: float = 0.05
     """Ouro: weight of the entropy of the exit distribution."""

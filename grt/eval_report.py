@@ -92,13 +92,13 @@ def evaluation_report(
     if routing == "topk":
         warnings.warn("routing topk looks at later tokens: this loss leaks them, it is not a result", stacklevel=2)
     losses, R = result.loss_by_depth, config.model.blocks.R
-    if not all(map(math.isfinite, losses.values())):
+    if not all(map(math.isfinite, [*losses.values(), *result.extras.values()])):
         raise ConfigError(f"the loss of {run} is not finite: its weights are broken, use another checkpoint.")
     added: dict[str, Any] = {"extras": result.extras} if result.extras else {}
     if both:
-        added["topk_loss"] = evaluate(model, split, depths=[R], routing="topk", **options).loss_by_depth[R]
+        added["topk_loss"] = evaluate(model, split, depths=[max(losses)], routing="topk", **options).deepest
     if kv:
-        added["sharing"] = sharing_rows(model, config, split, data, kv, cloze, **options)
+        added["sharing"] = sharing_rows(model, config, split, data, kv, cloze, max(losses), **options)
     return {
         "run": str(run),
         "step": read_manifest(checkpoint)["step"],
@@ -106,7 +106,7 @@ def evaluation_report(
         "windows": result.windows,
         "dtype": dtype_name(precision),
         "device": where.type,
-        "loss": losses[max(losses)] if depths else losses[R],
+        "loss": result.deepest if depths else losses[R],
         "loss_by_depth": {str(k): loss for k, loss in losses.items()},
         "depths": _depth_rows(result, model),
         "kv": "full",
@@ -130,7 +130,7 @@ def check_sharing(model: RecurrentDepthModel, kv: Sequence[str], cloze: int) -> 
 
 def sharing_rows(
     model: RecurrentDepthModel, config: RunConfig, split: Split, data: str | None, kv: Sequence[str], cloze: int,
-    limit: int | None, batch_size: int, dtype: torch.dtype,
+    steps: int, limit: int | None, batch_size: int, dtype: torch.dtype,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Strategy -> loss with its standard error over windows and, when asked, cloze accuracy with its own."""
     items, tokenizer = [], get_tokenizer(config.data.tokenizer)
@@ -140,10 +140,10 @@ def sharing_rows(
         items = make_items(documents, tokenizer, cloze)
     rows: dict[str, dict[str, Any]] = {}
     for strategy in track(kv, "sharing keys and values", console=Console(stderr=True), transient=True):
-        loss, error = sharing_loss(model, split, strategy, limit=limit, batch_size=batch_size, dtype=dtype)
-        rows[strategy] = {"loss": loss, "loss_se": error if math.isfinite(error) else None}
+        loss, error = sharing_loss(model, split, strategy, limit=limit, batch_size=batch_size, dtype=dtype, steps=steps)
+        rows[strategy] = {"depth": steps, "loss": loss, "loss_se": error if math.isfinite(error) else None}
         if items:
-            accuracy, error = cloze_accuracy(model, items, tokenizer, strategy, dtype=dtype)
+            accuracy, error = cloze_accuracy(model, items, tokenizer, strategy, dtype=dtype, steps=steps)
             rows[strategy] |= {"cloze": accuracy, "cloze_se": error, "cloze_sha256": dump_items(items)}
     return rows
 
@@ -162,14 +162,31 @@ def _depth_rows(result: Evaluation, model: RecurrentDepthModel) -> dict[str, dic
 
 
 def show_sharing(rows: dict[str, dict[str, Any]]) -> None:
-    table = Table(title="keys and values shared over the steps: second half of each window, token by token")
-    for column in ("strategy", "loss (nats)", "+-", "cloze accuracy", "+-"):
+    depth = next(iter(rows.values()))["depth"]
+    table = Table(title=f"keys and values shared over {depth} steps: second half of each window, token by token")
+    with_cloze = any("cloze" in row for row in rows.values())
+    for column in ("strategy", "loss (nats)", "+-", *(("cloze accuracy", "+-") if with_cloze else ())):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     for strategy, row in rows.items():
         error = "" if row["loss_se"] is None else f"{row['loss_se']:.4f}"
-        cloze = (f"{row['cloze']:.3f}", f"{row['cloze_se']:.3f}") if "cloze" in row else ("", "")
+        cloze = (f"{row['cloze']:.3f}", f"{row['cloze_se']:.3f}") if with_cloze else ()
         table.add_row(strategy, f"{row['loss']:.4f}", error, *cloze)
     console.print(table)
+
+
+def show_extras(extras: dict[str, float]) -> None:
+    """What the method adds: exits by q as a table of their own, the rest one line each."""
+    exits = {name.partition("=")[2]: extras[name] for name in extras if name.startswith("loss at q=")}
+    for name, mean in extras.items():
+        if " at q=" not in name:
+            console.print(f"{name.replace('_', ' ')}, mean over the tokens: {mean:.4f}")
+    if exits:
+        table = Table(title="each token leaves at the first step where the exit distribution has reached q")
+        for column in ("q", "mean depth", "loss (nats)"):
+            table.add_column(column, justify="right")
+        for q, loss in exits.items():
+            table.add_row(q, f"{extras[f'depth at q={q}']:.3f}", f"{loss:.4f}")
+        console.print(table)
 
 
 def show_evaluation(report: dict[str, Any]) -> None:
@@ -181,10 +198,11 @@ def show_evaluation(report: dict[str, Any]) -> None:
         numbers = f"{row['loss']:.4f}", f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.4f}"
         table.add_row(k, *numbers, f"{row['flops_per_token'] / 1e6:.2f}")
     console.print(table)
-    for name, mean in report.get("extras", {}).items():
-        console.print(f"{name}, mean over the tokens: {mean:.4f}")
+    show_extras(report.get("extras", {}))
     if "sharing" in report:
         show_sharing(report["sharing"])
+    if report["routing"]:
+        console.print("MFLOPs are those of the routers' capacities, which the threshold keeps to only roughly")
     if "topk_loss" in report:
         console.print(f"top-k over the whole sequence (leaks later tokens, not a result): {report['topk_loss']:.4f}")
     if report["bigram_entropy"] is not None:

@@ -1,10 +1,11 @@
 """What the config dataclasses are made of: fields, checks, their JSON form, and which fields name a run."""
 
 import dataclasses
-import math
 import typing
 from dataclasses import field
 from typing import Any, Literal
+
+LARGEST = 3e38  # what single precision holds
 
 
 class ConfigError(ValueError):
@@ -23,8 +24,8 @@ def at_least(name: str, value: float, least: float) -> None:
 
 def finite(section: str, config: Any) -> None:
     for name, value in vars(config).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{section}.{name} is {value}: it must be a finite number.")
+        if isinstance(value, float) and not abs(value) <= LARGEST:
+            raise ConfigError(f"{section}.{name} is {value}: it must be a finite number of single precision.")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -111,7 +111,9 @@ def info_report(what: str) -> dict[str, Any]:
             "train_mean": cost.mean_over_depths(
                 sampler, lambda depth: cost.training_forward_flops(model, depth.steps, context)
             ),
-            "training": cost.mean_over_depths(sampler, lambda depth: cost.training_flops(model, depth, context)),
+            "training": cost.mean_over_depths(
+                sampler, lambda depth: cost.training_flops(model, depth, context, config.train.stage)
+            ),
         },
         "kv_bytes_per_token": cost.kv_bytes_per_token(model),
         "decode_memory_bytes": cost.decode_memory(model),

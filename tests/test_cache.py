@@ -79,9 +79,10 @@ class Oracle:
             x = self.block(block, x, list(kept), lambda k, v, kept=kept: kept.append((k, v)) or (k, v), LoopContext())
         return x
 
-    def through_core(self, x, ctx):
+    def through_core(self, x, ctx, low_rank=None):
         r, position = ctx.step + 1, len(self.core) - 1
         for ctx.block, block in enumerate(self.model.core):
+            ctx.low_rank = low_rank[ctx.block] if low_rank else None
 
             def own(k, v, i=ctx.block):
                 self.core[-1][i][r] = (k, v)

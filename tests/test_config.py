@@ -191,7 +191,7 @@ def test_operational_fields_are_these():
     names = {f"{section}.{field.name}" for section, field in FIELDS if field.metadata.get("operational")}
     assert names == {
         "model.vocab_multiple", "train.device", "train.threads", "train.eval_every", "train.eval_windows",
-        "train.checkpoint_every", "train.keep", "train.recompute", "model.eval_routing",
+        "train.checkpoint_every", "train.keep", "train.recompute",
     }  # fmt: skip
     assert config_hash(replace(RunConfig(), name="another")) == config_hash(RunConfig())
 

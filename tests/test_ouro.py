@@ -359,9 +359,3 @@ def test_a_negative_weight_is_refused():
     with pytest.raises(ConfigError, match=r"^model.exit_beta is -0.1: it must be at least 0.$"):
         rule_of(2, exit_beta=-0.1)
     assert rule_of(2, exit_beta=0.0).beta == 0
-
-
-def test_stage_two_needs_a_choice():
-    one = torch.full((1, 1, 1), 0.5)
-    with pytest.raises(ConfigError, match=r"^train.stage is 2, but model.layout 1\+1x1\+1 has one recurrence"):
-        loss_of(rule_of(1), one, one, second=True)

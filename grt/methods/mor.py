@@ -185,6 +185,8 @@ class ExpertChoice(Routed):
         s = self.router(take(h, ctx.carry["rows"]), ctx.step).squeeze(-1)
         s = ctx.tap("router", s.masked_fill(~real, -math.inf))  # (B, K)
         if self.by_capacity(h):
+            if ctx.real is not None:
+                raise ConfigError("a padded batch cannot be routed by capacity (topk): route it by threshold.")
             best = s.argsort(dim=1, descending=True, stable=True)[:, : self.capacity(ctx.step, h.shape[1])]
             kept = torch.zeros_like(real).scatter(1, best, True)
         else:

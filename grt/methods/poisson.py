@@ -33,6 +33,8 @@ def check(config: ModelConfig) -> None:
     """ConfigError for fields that cannot work; sampler and rule both ask, as either may be made first."""
     if config.start_std <= 0:
         raise ConfigError(f"model.start_std is {config.start_std}: it must be above 0.")
+    if config.depth_sigma > 5:
+        raise ConfigError(f"model.depth_sigma is {config.depth_sigma}: it must be at most 5, no depth is so uncertain.")
     for name, least in (("mean_depth", 0), ("depth_sigma", 0), ("depth_cap", 0), ("grad_steps", 1)):
         at_least(f"model.{name}", getattr(config, name), least)
 

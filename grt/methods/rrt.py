@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from grt.config import ConfigError, ModelConfig
 from grt.model.block import Stack
@@ -74,26 +73,20 @@ class RRT(UpdateRule):
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         # Taken apart once a pass: the gradients are put together once then, with zeros for the steps that a shallow
         # pass leaves out. Indexing at every use would fill a whole stack with zeros each time.
-        ctx.carry["factors"] = {
-            name: (self.A[key(name)].flatten(0, 1).unbind(), self.B[key(name)].flatten(0, 1).unbind())
+        factors = {
+            name: list(
+                zip(self.A[key(name)].flatten(0, 1), (self.scale * self.B[key(name)]).flatten(0, 1), strict=True)
+            )
             for name in self.targets
         }
+        ctx.carry["factors"] = [
+            {name: pairs[i] for name, pairs in factors.items()} for i in range(self.layout.R * self.layout.n)
+        ]
         return h_pre
 
     def transform(self, u: Tensor, core: Stack, ctx: LoopContext) -> Tensor:
-        factors, first = ctx.carry["factors"], ctx.step * self.layout.n
-
-        def adapt(name: str, x: Tensor, y: Tensor) -> Tensor:
-            if name not in factors:
-                return y
-            A, B = (stack[first + ctx.block] for stack in factors[name])
-            return torch.add(y, F.linear(F.linear(x, A), B), alpha=self.scale)
-
-        ctx.adapt = adapt
-        try:
-            return core(u, ctx)
-        finally:
-            ctx.adapt = None
+        first = ctx.step * self.layout.n
+        return core(u, ctx, ctx.carry["factors"][first : first + self.layout.n])
 
     @torch.no_grad()
     def adopt(self, residual: Residual) -> dict[str, Any]:

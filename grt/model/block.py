@@ -4,13 +4,14 @@ Shapes: B batch, T tokens, d width, H heads.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grt.config import ConfigError
-from grt.model.context import LoopContext
+from grt.model.context import LoopContext, LowRank
 
 PRODUCTS_UP_TO = 512  # tokens; at 1,024 the fused kernel, which skips the future, has overtaken them
 
@@ -23,7 +24,10 @@ def block_flops(d: int, tokens: int) -> int:
 def project(name: str, linear: nn.Linear, x: Tensor, ctx: LoopContext) -> Tensor:
     """One of a block's four linears, and what a rule adds to it at this step."""
     y = linear(x)
-    return y if ctx.adapt is None else ctx.adapt(name, x, y)
+    if ctx.low_rank is None or name not in ctx.low_rank:
+        return y
+    A, B = ctx.low_rank[name]
+    return y + F.linear(F.linear(x, A), B)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,10 +115,14 @@ class Stack(nn.ModuleList):
         super().__init__(block(d, n_heads) for _ in range(n_blocks))
         self.section = section
 
-    def forward(self, x: Tensor, ctx: LoopContext) -> Tensor:
+    def forward(self, x: Tensor, ctx: LoopContext, low_rank: Sequence[LowRank] | None = None) -> Tensor:
+        """low_rank: what is added to each block's linears."""
         ctx.section = self.section
         for ctx.block, block in enumerate(self):
+            # Handed over as tensors and not as a step's number, which would make a compiled block one graph a step.
+            ctx.low_rank = None if low_rank is None else low_rank[ctx.block]
             x = block(x, ctx)
+        ctx.low_rank = None
         return x
 
 

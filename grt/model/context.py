@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from grt.model.cache import KVCache
 
 Tap = Callable[[Tensor, "LoopContext"], Tensor | None]
-Adapt = Callable[[str, Tensor, Tensor], Tensor]
+LowRank = Mapping[str, tuple[Tensor, Tensor]]  # of a block's linears: name -> A (rank, d_in), B (d_out, rank)
 
 
 @dataclass
@@ -20,7 +20,7 @@ class LoopContext:
     taps: name -> function(x, ctx). What the function returns takes the place of x (None: x stays), so recording and
     intervening are the same thing. Names: anchor, input, proposal, gate, state, attention, state_noise, gate_noise; and
     of methods other than GRT those that their files name.
-    adapt: function(name, x, y) that turns the output y of a block's linear `name` on x into what takes its place.
+    low_rank: what is added to the linears of the block in progress, B A x.
     recompute: the loss computes its read-outs (coda, head) again in the backward pass instead of keeping them; taps
     in the coda are then called a second time, with the step as it was.
     """
@@ -32,7 +32,7 @@ class LoopContext:
     carry: dict[str, Any] = field(default_factory=dict)  # a rule's own scratch
     aux: list[Tensor] = field(default_factory=list)  # auxiliary losses, already weighted
     norm: nn.Module | None = None  # the model's final norm, for a rule that also norms inside the loop
-    adapt: Adapt | None = None
+    low_rank: LowRank | None = None
     recompute: bool = False
     cache: "KVCache | None" = None  # of earlier tokens
     positions: Tensor | None = None  # (T,) or (B, T): where in their rows the tokens stand; None: from 0 on

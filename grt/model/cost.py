@@ -61,8 +61,11 @@ def training_forward_flops(model: RecurrentDepthModel, steps: int, tokens: int) 
     return layout.p * one + per_token(model.rule.flops(steps, tokens), tokens) + readouts
 
 
-def training_flops(model: RecurrentDepthModel, depth: Depth, tokens: int) -> float:
-    """Forward and backward FLOPs per token at `depth`: the backward pass costs two forward ones of what it covers."""
+def training_flops(model: RecurrentDepthModel, depth: Depth, tokens: int, stage: int = 1) -> float:
+    """Forward and backward FLOPs per token at `depth`: the backward pass costs two forward ones of what it covers,
+    which in a second stage, of a gate alone, is next to nothing."""
+    if stage == 2:
+        return training_forward_flops(model, depth.steps, tokens)
     learning = depth.steps if depth.grad_steps is None else min(depth.steps, depth.grad_steps)
     skipped = model.rule.flops(depth.steps, tokens) - model.rule.flops(learning, tokens)
     return 3 * training_forward_flops(model, depth.steps, tokens) - 2 * per_token(skipped, tokens)

@@ -67,8 +67,10 @@ class RecurrentDepthModel(nn.Module):
         h = self.rule.start(h_pre, ctx)
         yield h
         for ctx.step in range(depth.steps):
-            if depth.grad_steps is not None and 0 < ctx.step == depth.steps - depth.grad_steps:
-                h = h.detach()  # truncated back-propagation; torch.no_grad would break DDP and the compiler
+            if depth.grad_steps is not None and 0 < ctx.step <= depth.steps - depth.grad_steps:
+                # Truncated back-propagation (torch.no_grad would break DDP and the compiler), at each of the early
+                # steps, so that no more than one of them is kept.
+                h = h.detach()
             h = self.rule.step(h, h_pre, self.core, ctx)
             yield h
 

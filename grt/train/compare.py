@@ -52,7 +52,9 @@ class Finished:
             slots = range(config.n_slots)
             depths = logged.get(step) or [draw(config.train.seed, step - 1, slot).steps for slot in slots]
             for depth in set(depths) - at_depth.keys():
-                at_depth[depth] = training_flops(self.model, Depth(depth, draw.grad_steps), config.model.context)
+                at_depth[depth] = training_flops(
+                    self.model, Depth(depth, draw.grad_steps), config.model.context, config.train.stage
+                )
             per_step.append(config.train.tokens_per_step * sum(at_depth[d] for d in depths) / len(depths))
         return list(accumulate(per_step, initial=0.0))
 

@@ -62,9 +62,11 @@ def check_source(theirs: RunConfig, config: RunConfig, ties: bool) -> None:
     pairs.append(("data.tokenizer", theirs.data, config.data, "tokenizer"))
     for label, there, here, name in pairs:
         if getattr(there, name) != getattr(here, name):
-            structural = name in ("method_name", "layout") and not ours.is_dense
-            other = f"a dense model of {n_layers} layers ({n_layers}L)" if structural else "other weights"
-            raise ConfigError(
-                f"train.init_from {source} has {label} {getattr(there, name)}, this run {getattr(here, name)}: "
-                f"set --{label.replace('_', '-')} to its value, or start from {other}."
-            )
+            structural = name in ("method_name", "layout")
+            fitting = structural and not (ours.is_dense and theirs.model.blocks.is_dense)
+            other = f"a dense model of {n_layers} layers ({n_layers}L)" if fitting else "other weights"
+            remedy = f"set --{label.replace('_', '-')} to its value, or start from {other}"
+            if fitting and ours.is_dense:  # its method is no setting
+                remedy = f"start from {other}"
+            what = f"{label} {getattr(there, name)}, this run {getattr(here, name)}"
+            raise ConfigError(f"train.init_from {source} has {what}: {remedy}.")

@@ -243,7 +243,8 @@ class Trainer:
 
     @cached_property
     def _slot_peak(self) -> int:
-        return training_peak(self.model, lambda: self.slot_loss(0, 0, depth=self.model.full_depth).total)
+        deepest = Depth(max(self.sampler.probabilities), self.sampler.grad_steps)
+        return training_peak(self.model, lambda: self.slot_loss(0, 0, depth=deepest).total)
 
     def validate(self, display: Display) -> bool:
         """Validation loss at every depth, and the monitors; True where full depth is the best so far."""
@@ -260,13 +261,17 @@ class Trainer:
         self.log.write(
             "eval", step, split="val", tokens=result.tokens, loss=losses[R],
             loss_by_depth={str(k): loss for k, loss in losses.items()}, bits_per_byte=bits,
+            **({"routing": self.model.rule.routing} if self.model.rule.routing else {}),
         )  # fmt: skip
         depths = "  by depth  " + "  ".join(f"{k}: {loss:.4f}" for k, loss in losses.items()) if R else ""
         display.say(f"step {step}  validation loss {losses[R]:.4f}  bits per byte {bits:.4f}{depths}")
         if R:
             ids, _ = batch(self.val_split, seed=0, step=0, slot=0, rows=range(4), context=config.model.context)
             values = monitor(self.model, ids.to(self.device), self.dtype)
-            warnings = warnings_for(losses, values)
+            if not np.isfinite(np.concatenate(list(values.values()))).all():  # such as a gate that no loss reads
+                offender = first_offender(self.model, lambda ctx: self.slot_loss(step, 0, ctx))
+                self._stop(step, "monitored pass", [R], offender)
+            warnings = warnings_for(losses, values, self.model.rule.routing)
             self.log.write("monitor", step, warnings=warnings, **values)
             for warning in warnings:
                 display.say(f"warning: {warning}")

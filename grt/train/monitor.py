@@ -105,9 +105,13 @@ def run(model: RecurrentDepthModel, ids: Tensor, taps: dict[str, Tap]) -> Iterat
 ONE_DIRECTION = 0.99  # mean cosine between tokens above which their states no longer tell them apart
 
 
-def warnings_for(loss_by_depth: dict[int, float], values: dict[str, list[float]]) -> list[str]:
+def warnings_for(
+    loss_by_depth: dict[int, float], values: dict[str, list[float]], routing: str | None = None
+) -> list[str]:
     """Sentences for people where a known failure shows (arXiv 2502.05171, section 4.3, has the first two)."""
     R, told = max(loss_by_depth), []
+    if routing == "topk":
+        told.append("validation routes by topk, which looks at later tokens: its losses leak them, they are no result")
     if R > 1 and loss_by_depth[R] >= loss_by_depth[1]:
         told.append(
             f"depth is ignored so far: loss {loss_by_depth[R]:.4f} at depth {R} is not below {loss_by_depth[1]:.4f} "

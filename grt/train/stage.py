@@ -14,6 +14,11 @@ def enter_stage(model: RecurrentDepthModel, config: RunConfig) -> None:
     if not model.rule.second_stage:
         method = config.model.method_name
         raise ConfigError(f"train.stage is 2, but {method} is trained in one stage: leave --train.stage out.")
+    if config.model.blocks.R < 2:
+        raise ConfigError(
+            f"train.stage is 2, but model.layout {config.model.layout} has one recurrence, which leaves no choice: "
+            "train a layout with more of them."
+        )
     if not config.train.init_from:
         raise ConfigError("train.stage is 2, but train.init_from names no run: give that of stage 1, --init-from RUN.")
     for name, p in model.named_parameters():
