@@ -8,15 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from grt.config import ConfigError, RunConfig
+from grt.data.documents import DocumentSplit
 from grt.data.loader import Split, bigram_entropy
 from grt.data.prepare import open_source
+from grt.data.tokenizer import get_tokenizer
+from grt.evals.cloze import cloze_accuracy, dump_items, make_items
 from grt.evals.loss import Evaluation, evaluate
+from grt.evals.sharing import sharing_loss
 from grt.model import cost
+from grt.model.cache import KVCache
 from grt.model.precision import dtype_name, resolve_device, resolve_dtype
 from grt.model.recurrent import RecurrentDepthModel
+from grt.presets import change
 from grt.train.checkpoint import find_checkpoint, load_model, read_manifest
 from grt.train.folder import commit
 from grt.train.log import Output
@@ -49,24 +58,32 @@ def _trained_on(folder: Path) -> str | None:
     return None
 
 
+def known_text(run: Path, checkpoint: Path, config: RunConfig, data: str | None) -> Split:
+    """`find_text`, with a warning where the run's own text is not what it was trained beside."""
+    split = find_text(config, data)
+    if data is None and _trained_on(checkpoint) not in (None, split.sha256):
+        warnings.warn(
+            f"the validation text of {run} has changed since it was trained: expect another loss", stacklevel=3
+        )
+    return split
+
+
 def evaluation_report(
     run: Path, data: str | None = None, *, depths: Sequence[int] | None = None, limit: int | None = None,
     batch_size: int = 16, dtype: str = "fp32", device: str = "auto", routing: str | None = None,
+    kv: Sequence[str] = (), cloze: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of `grt eval`: loss, perplexity, bits per byte and FLOPs at each depth, and every setting.
 
     routing: as in `evaluate`; None: by the threshold where there is a router, with the loss of top-k beside it.
+    kv: strategies whose loss is measured too, and with it accuracy on `cloze` items.
     """
     start = time.perf_counter()
     where = resolve_device(device)
     checkpoint, config = find_checkpoint(run)
-    step = read_manifest(checkpoint)["step"]
     model, _ = load_model(checkpoint, where)
-    split = find_text(config, data)
-    if data is None and _trained_on(checkpoint) not in (None, split.sha256):
-        warnings.warn(
-            f"the validation text of {run} has changed since it was trained: expect another loss", stacklevel=2
-        )
+    check_sharing(model, kv, cloze)
+    split = known_text(run, checkpoint, config, data)
     precision = resolve_dtype(dtype, where, config.model.d_model)
     both = routing is None and model.rule.routing is not None
     options = {"limit": limit, "batch_size": batch_size, "dtype": precision}
@@ -80,9 +97,11 @@ def evaluation_report(
     added: dict[str, Any] = {"extras": result.extras} if result.extras else {}
     if both:
         added["topk_loss"] = evaluate(model, split, depths=[R], routing="topk", **options).loss_by_depth[R]
+    if kv:
+        added["sharing"] = sharing_rows(model, config, split, data, kv, cloze, **options)
     return {
         "run": str(run),
-        "step": step,
+        "step": read_manifest(checkpoint)["step"],
         "data": {"path": data or config.data.path, "sha256": split.sha256, "tokens": split.n_tokens},
         "windows": result.windows,
         "dtype": dtype_name(precision),
@@ -101,6 +120,34 @@ def evaluation_report(
     }
 
 
+def check_sharing(model: RecurrentDepthModel, kv: Sequence[str], cloze: int) -> None:
+    """ConfigError, before anything is computed, for strategies that there are not or not for this method."""
+    if cloze < 0 or (cloze and not kv):
+        raise ConfigError(f"cloze is {cloze}: give a number of items, and --kv with the strategies to compare.")
+    for strategy in kv:
+        KVCache(model, 1, 1, strategy=strategy)
+
+
+def sharing_rows(
+    model: RecurrentDepthModel, config: RunConfig, split: Split, data: str | None, kv: Sequence[str], cloze: int,
+    limit: int | None, batch_size: int, dtype: torch.dtype,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Strategy -> loss with its standard error over windows and, when asked, cloze accuracy with its own."""
+    items, tokenizer = [], get_tokenizer(config.data.tokenizer)
+    if cloze:
+        documents = find_text(change(config, data={"windows": "document"}), data)
+        assert isinstance(documents, DocumentSplit)
+        items = make_items(documents, tokenizer, cloze)
+    rows: dict[str, dict[str, Any]] = {}
+    for strategy in track(kv, "sharing keys and values", console=Console(stderr=True), transient=True):
+        loss, error = sharing_loss(model, split, strategy, limit=limit, batch_size=batch_size, dtype=dtype)
+        rows[strategy] = {"loss": loss, "loss_se": error if math.isfinite(error) else None}
+        if items:
+            accuracy, error = cloze_accuracy(model, items, tokenizer, strategy, dtype=dtype)
+            rows[strategy] |= {"cloze": accuracy, "cloze_se": error, "cloze_sha256": dump_items(items)}
+    return rows
+
+
 def _depth_rows(result: Evaluation, model: RecurrentDepthModel) -> dict[str, dict[str, float]]:
     head = cost.head_flops(model.config)
     return {
@@ -114,6 +161,17 @@ def _depth_rows(result: Evaluation, model: RecurrentDepthModel) -> dict[str, dic
     }
 
 
+def show_sharing(rows: dict[str, dict[str, Any]]) -> None:
+    table = Table(title="keys and values shared over the steps: second half of each window, token by token")
+    for column in ("strategy", "loss (nats)", "+-", "cloze accuracy", "+-"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for strategy, row in rows.items():
+        error = "" if row["loss_se"] is None else f"{row['loss_se']:.4f}"
+        cloze = (f"{row['cloze']:.3f}", f"{row['cloze_se']:.3f}") if "cloze" in row else ("", "")
+        table.add_row(strategy, f"{row['loss']:.4f}", error, *cloze)
+    console.print(table)
+
+
 def show_evaluation(report: dict[str, Any]) -> None:
     data = report["data"]
     table = Table(title=f"{report['run']} at step {report['step']} on {data['path']} ({report['windows']} windows)")
@@ -125,6 +183,8 @@ def show_evaluation(report: dict[str, Any]) -> None:
     console.print(table)
     for name, mean in report.get("extras", {}).items():
         console.print(f"{name}, mean over the tokens: {mean:.4f}")
+    if "sharing" in report:
+        show_sharing(report["sharing"])
     if "topk_loss" in report:
         console.print(f"top-k over the whole sequence (leaks later tokens, not a result): {report['topk_loss']:.4f}")
     if report["bigram_entropy"] is not None:

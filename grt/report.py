@@ -1,9 +1,8 @@
 """What `grt generate`, `info` and `list` say (eval_report.py: `grt eval`): a dict for --json, a table for people."""
 
-import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,12 @@ from rich.table import Table
 from grt.config import ConfigError, Layout, RunConfig, config_hash, load
 from grt.data.tokenizer import get_tokenizer
 from grt.eval_report import evaluation_report, show_evaluation
-from grt.infer.generate import generate
+from grt.infer.generate import Stream
+from grt.infer.sampling import Sampling
+from grt.infer.text import TextStream
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model import cost
-from grt.model.precision import resolve_device
+from grt.model.precision import resolve_device, resolve_dtype
 from grt.presets import PRESETS, preset
 from grt.train.checkpoint import find_checkpoint, load_model, replace_file
 from grt.train.log import Output, read_metrics
@@ -25,40 +26,43 @@ console = Output()
 
 
 def generation_report(
-    run: Path, prompt: str, *, device: str = "auto", stream: Callable[[str], None] | None = None, **options: Any
-) -> dict[str, Any]:
-    """The JSON document of `grt generate`; `stream` is given the prompt and then the text as it comes."""
-    model, config = load_model(run, resolve_device(device))
+    run: Path, prompt: str, *, device: str = "auto", dtype: str = "fp32", show: Callable[[str], None] | None = None,
+    stop: Sequence[str] = (), logprobs: bool = False, seed: int = 0, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The JSON document of `grt generate`; `show` is given the prompt and then the text as it comes. options: Stream's.
+
+    A stop string is not part of the text, but the tokens that spell it are among the tokens.
+    """
+    where = resolve_device(device)
+    model, config = load_model(run, where)
+    model.to(resolve_dtype(dtype, where, config.model.d_model))
     tokenizer = get_tokenizer(config.data.tokenizer)
     try:
         ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
     except UnicodeEncodeError:
         raise ConfigError("the prompt is not UTF-8: convert it first.") from None
-    new = generate(model, ids, stop=tokenizer.eot, **options)
-    tokens: list[int] = []
-    shown, start = "", time.perf_counter()
-    first = list(itertools.islice(new, 1))  # before anything is shown: settings that cannot work are found here
-    if stream:
-        stream(prompt)
-    for token in itertools.chain(first, new):
-        tokens.append(token)
-        text = tokenizer.decode(tokens)
-        if stream and not text.endswith("\ufffd"):  # a character whose last bytes are still to come
-            stream(text[len(shown) :])
-            shown = text
+    text, logs = TextStream(tokenizer.decode, stop), []
+    steps, start = Stream(model, [ids], seeds=[seed], stop_ids=[tokenizer.eot], **options), time.perf_counter()
+    show = show or (lambda piece: None)
+    show(prompt)
+    for (drawn,) in steps:
+        assert drawn is not None  # a row alone ends the stream
+        logs.append(drawn.logprob)
+        show(text.add(drawn.token))
+        if text.ended:
+            break
     seconds = time.perf_counter() - start
-    text = tokenizer.decode(tokens)
-    if stream:
-        stream(text[len(shown) :])
-    depth = options.get("depth") or config.model.blocks.R
+    show(text.finish())
+    n, depth = len(text.tokens), options.get("depth") or config.model.blocks.R
     return {
         "prompt": prompt,
-        "text": text,
-        "tokens": tokens,
-        "finish_reason": "length" if len(tokens) == options["max_new_tokens"] else "stop",
-        "depths": [depth] * len(tokens),
+        "text": text.text,
+        "tokens": text.tokens,
+        "finish_reason": "length" if n == steps.max_new_tokens and not text.ended else "stop",
+        "depths": [depth] * n,
         "mean_depth": float(depth),
-        "tokens_per_s": len(tokens) / max(seconds, 1e-9),
+        "tokens_per_s": n / max(seconds, 1e-9),
+        **({"logprobs": logs} if logprobs else {}),
     }
 
 
@@ -68,8 +72,9 @@ def show_run(out: Path, device: str = "auto") -> None:
     dtype = json.loads((out / "env.json").read_text(encoding="utf-8"))["dtype"]
     report = evaluation_report(out, limit=4 * config.train.eval_windows, dtype=dtype, device=config.train.device)
     show_evaluation(report)
-    options = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seed": 1337, "max_new_tokens": 400}
-    text = generation_report(out, "", device=device, **options)["text"]
+    sampling = Sampling(temperature=0.8)
+    options = {"device": device, "seed": 1337, "max_new_tokens": 400, "crop": True}
+    text = generation_report(out, "", sampling=sampling, **options)["text"]
     replace_file(out / "sample.txt", text)
     console.print("a sample (temperature 0.8):", style="bold")
     console.print(text)

@@ -1,12 +1,10 @@
-"""Sampling from a model: greedy, distributions, truncations, stops, depths and the context window."""
-
-import math
+"""generate: greedy text, seeds, stops, depths, and the window that slides where the context ends."""
 
 import pytest
 import torch
 
 from grt.config import ConfigError
-from grt.infer.generate import generate, pick
+from grt.infer.generate import generate
 from grt.methods import METHODS
 from grt.model.depth import Depth
 
@@ -19,7 +17,7 @@ def model(tiny):
     return tiny(dtype=torch.float32)
 
 
-def text(model, prompt=PROMPT, n=10, **options):
+def text(model, prompt=PROMPT, n=9, **options):
     return list(generate(model, prompt, max_new_tokens=n, **options))
 
 
@@ -37,16 +35,17 @@ def greedy_by_hand(model, ids, n, depth=None):
 def test_greedy_is_the_argmax_of_the_full_forward(tiny, method, layout):
     """25 tokens: past the context of 12."""
     model = tiny(method, layout, dtype=torch.float32)
-    got = text(model, n=25, temperature=0)
+    got = text(model, n=25, temperature=0, crop=True)
+    assert got[:9] == text(model, n=9, temperature=0)
     assert got == greedy_by_hand(model, PROMPT, 25) and len(set(got)) > 1
 
 
 def test_a_long_prompt_uses_its_last_tokens(model):
     long = [i % 23 for i in range(0, 200, 7)]
-    for options in ({"temperature": 0}, {"seed": 5}):
+    for options in ({"temperature": 0, "crop": True}, {"seed": 5, "crop": True}):
         assert text(model, long, 1, **options) == text(model, long[-12:], 1, **options)
-    assert text(model, long, 5, temperature=0) == greedy_by_hand(model, long, 5)
-    firsts = {text(model, long[-k:], 1, temperature=0)[0] for k in range(1, 13)}
+    assert text(model, long, 5, temperature=0, crop=True) == greedy_by_hand(model, long, 5)
+    firsts = {text(model, long[-k:], 1, temperature=0, crop=True)[0] for k in range(1, 13)}
     assert len(firsts) > 1, "the model ignores its prompt"
 
 
@@ -67,73 +66,11 @@ def test_narrow_sampling_is_greedy(model, options):
     assert any(text(model, seed=seed) != want for seed in range(3))
 
 
-def chi_square(counts, probabilities) -> float:
-    """Infinite where something impossible happened."""
-    expected = counts.sum() * probabilities
-    possible = expected > 0
-    if counts[~possible].any():
-        return math.inf
-    return ((counts - expected)[possible].square() / expected[possible]).sum().item()
-
-
-def probabilities_of(logits, temperature=1.0, keep=None):
-    p = (logits.double() / temperature).exp()
-    if keep is not None:
-        p[[i for i in range(len(p)) if i not in keep]] = 0
-    return p / p.sum()
-
-
-LOGITS = torch.tensor([0.3, 2.0, -0.5, 1.1, 0.9, -1.5, 1.7, 0.0])
-# by probability: 1, 6, 3, 4, 0, 7, 2, 5; cumulated .36, .63, .77, .89 and so on
-
-
-@pytest.mark.parametrize(
-    ("options", "right", "wrong"),
-    [
-        ({}, {}, {"temperature": 1.1}),
-        ({"temperature": 0.7}, {"temperature": 0.7}, {}),
-        ({"temperature": 1.6}, {"temperature": 1.6}, {"temperature": 1 / 1.6}),
-        ({"top_k": 3}, {"keep": {1, 6, 3}}, {"keep": {1, 6}}),
-        ({"top_k": 3}, {"keep": {1, 6, 3}}, {"keep": {1, 6, 3, 4}}),
-        ({"top_k": 99}, {}, {"keep": {1, 6, 3, 4, 0, 7, 2}}),
-        ({"top_p": 0.7}, {"keep": {1, 6, 3}}, {"keep": {1, 6}}),  # the token that reaches 0.7 is kept
-        ({"top_p": 0.7}, {"keep": {1, 6, 3}}, {"keep": {1, 6, 3, 4}}),
-        (
-            {"top_k": 4, "top_p": 0.5, "temperature": 0.9},
-            {"keep": {1, 6}, "temperature": 0.9},
-            {"keep": {1, 6}, "temperature": 0.5},
-        ),
-    ],
-    ids=str,
-)
-def test_picks_follow_the_distribution(options, right, wrong):
-    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options
-    generator, counts = torch.Generator().manual_seed(11), torch.zeros(8, dtype=torch.float64)
-    for _ in range(6000):
-        counts[int(pick(LOGITS, generator=generator, **options))] += 1
-    bound = 24.3  # 0.1 % of chi-square with 7 degrees of freedom
-    assert chi_square(counts, probabilities_of(LOGITS, **right)) < bound
-    assert chi_square(counts, probabilities_of(LOGITS, **wrong)) > bound  # the test can tell
-
-
-def test_first_token_follows_the_models_softmax(model):
-    """The whole path, not only `pick`: 1,000 seeds against the forward pass, with temperature."""
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT]))[0, -1]
-    counts = torch.zeros(23, dtype=torch.float64)
-    for seed in range(1000):
-        counts[text(model, n=1, seed=seed, temperature=2.0)[0]] += 1
-    assert (1000 * probabilities_of(logits, 2.0)).min() > 3, "too rare for a chi-square"
-    bound = 48.3  # 0.1 % of chi-square with 22 degrees of freedom
-    assert chi_square(counts, probabilities_of(logits, 2.0)) < bound
-    assert chi_square(counts, probabilities_of(logits, 1.0)) > bound
-
-
 def test_stop_token_ends_and_is_not_part(model):
-    plain = text(model, temperature=0, n=12)
+    plain = text(model, temperature=0)
     stop = plain[4]
-    assert text(model, temperature=0, n=12, stop=stop) == plain[: plain.index(stop)]
-    assert text(model, temperature=0, n=12, stop=next(i for i in range(23) if i not in plain)) == plain
+    assert text(model, temperature=0, stop=stop) == plain[: plain.index(stop)]
+    assert text(model, temperature=0, stop=next(i for i in range(23) if i not in plain)) == plain
     assert text(model, n=0) == []
 
 
@@ -141,10 +78,11 @@ def test_stop_token_ends_and_is_not_part(model):
 def test_depth_is_the_truncated_models(tiny, model, depth):
     shallow = tiny(layout=f"1+2x{depth}+1", dtype=torch.float32)
     shallow.load_state_dict(model.state_dict())
-    got = text(model, temperature=0, n=20, depth=depth)
-    assert got == text(shallow, temperature=0, n=20) == greedy_by_hand(model, PROMPT, 20, Depth(depth))
-    others = [text(model, temperature=0, n=20, depth=k) for k in (1, 2, 3) if k != depth]
-    assert got not in others
+    options = {"temperature": 0, "n": 20, "crop": True}
+    got = text(model, depth=depth, **options)
+    assert got == text(shallow, **options) == greedy_by_hand(model, PROMPT, 20, Depth(depth))
+    assert got not in [text(model, depth=k, **options) for k in (1, 2, 3) if k != depth]
+    assert got[:9] == text(model, temperature=0, depth=depth)
 
 
 def test_training_mode_and_noise(tiny):
@@ -162,25 +100,36 @@ def test_training_mode_and_noise(tiny):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ([], {}, "the prompt is empty"),
+        ([], {}, "a prompt is empty"),
+        ([], {"crop": True}, "a prompt is empty"),
+        ([3, 23], {}, "id 23 of a prompt is not below 23"),
+        ([3, -1], {"crop": True}, "id -1 of a prompt is not below 23"),
         (PROMPT, {"temperature": -0.5}, "temperature is -0.5"),
-        (PROMPT, {"temperature": math.nan}, "temperature is nan"),
-        (PROMPT, {"top_p": 0.0}, "top_p is 0.0"),
-        (PROMPT, {"top_p": 1.5}, "top_p is 1.5"),
-        (PROMPT, {"top_p": math.nan}, "top_p is nan"),
-        (PROMPT, {"top_k": -1}, "top_k is -1"),
+        (PROMPT, {"seed": -1}, "seed is -1"),
+        (PROMPT, {"n": -1}, "max_new_tokens is -1"),
         (PROMPT, {"depth": 0}, "depth is 0: give at least 1"),
-        (PROMPT, {"depth": -2}, "depth is -2: give at least 1"),
+        (PROMPT, {"depth": -2, "crop": True}, "depth is -2: give at least 1"),
+        (PROMPT, {"n": 10}, "3 tokens and 10 new ones are more than model.context 12: ask for at most 9"),
+        (13 * [1], {"n": None}, "13 tokens and 0 new ones are more than model.context 12: .* slide"),
+        (PROMPT, {"kv": "furst"}, "kv is 'furst': choose one of full, first"),
+        (PROMPT, {"kv": "first", "crop": True}, "crop decodes without a cache"),
     ],
     ids=str,
 )
-def test_errors(model, prompt, options, message):
+def test_errors_come_at_once(model, prompt, options, message):
+    """Before anything is asked of the iterator."""
     with pytest.raises(ConfigError, match=message):
-        text(model, prompt, **options)
+        generate(model, prompt, **{"max_new_tokens": options.pop("n", 5)} | options)
+
+
+def test_as_many_as_fit(model):
+    assert text(model, n=None) == text(model, n=9)
+    assert text(model, 12 * [1], n=None) == []
+    assert len(text(model, 40 * [1], n=None, crop=True)) == 12
 
 
 def test_depth_of_a_dense_model(tiny):
     dense = tiny(layout="4L", dtype=torch.float32)
-    assert text(dense, depth=0) == text(dense)
+    assert text(dense, depth=0) == text(dense) == text(dense, crop=True)
     with pytest.raises(ConfigError, match="dense model has no core"):
         text(dense, depth=1)

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 from tiny import finish, quick, rows, run_until, tiny, write_text
 
-from grt.config import ModelConfig, config_hash
+from grt.config import ConfigError, ModelConfig, config_hash
 from grt.evals.loss import evaluate
-from grt.infer.generate import generate, pick
+from grt.infer.generate import generate
+from grt.infer.sampling import Sampling
 from grt.methods import METHODS, build_model
 from grt.model import cost
 from grt.model.depth import Depth
@@ -97,8 +98,13 @@ def test_padding_is_never_sampled():
     drawn = torch.multinomial(probabilities, 10_000, replacement=True, generator=torch.Generator().manual_seed(1))
     assert drawn.max() < 50257 and drawn.max() > 50000
     generator = torch.Generator().manual_seed(2)
-    assert max(int(pick(logits, 5.0, 0, 1.0, generator)) for _ in range(100)) < 50257
-    assert max(generate(model, [50256], max_new_tokens=20, temperature=5.0)) < 50257
+    sampling = Sampling(temperature=5.0, repetition_penalty=1.3)
+    assert max(sampling.pick(logits, [50256, 3], generator)[0] for _ in range(100)) < 50257
+    assert max(generate(model, [50256], max_new_tokens=20, temperature=5.0, crop=True)) < 50257
+    for kv in ("full", "first"):
+        assert max(generate(model, [50256], temperature=5.0, kv=kv)) < 50257
+    with pytest.raises(ConfigError, match="id 50257 of a prompt is not below 50257"):
+        generate(model, [50257])
 
 
 def test_training_does_not_depend_on_padding(data, tmp_path):

@@ -26,6 +26,11 @@ class Eval:
     routing: Literal["threshold", "topk"] | None = None
     """Who goes on where a router decides (MoR): scores above the threshold (without it, with the loss of topk beside
     it), or the best of the window, which looks at later tokens."""
+    kv: list[str] = field(default_factory=list)
+    """Ways of sharing keys and values over the steps (full, first, last, mean, mod:K, first:all): the loss under each,
+    of the second half of each window, token by token after the first."""
+    cloze: int = 0
+    """With --kv: also the accuracy on this many cloze items (2000 is the usual number)."""
     dtype: Literal["auto", "fp32", "bf16"] = "fp32"
     """Precision of the matrix products; auto: the fastest here."""
     device: Device = "auto"
@@ -40,7 +45,7 @@ def run_eval(arguments: list[str]) -> int:
 
     report = evaluation_report(
         command.run, command.data, depths=command.depth or None, limit=command.windows, batch_size=command.batch_size,
-        dtype=command.dtype, device=command.device, routing=command.routing,
+        dtype=command.dtype, device=command.device, routing=command.routing, kv=command.kv, cloze=command.cloze,
     )  # fmt: skip
     print(json.dumps(report)) if command.json else show_evaluation(report)
     return 0

@@ -1,8 +1,8 @@
 """`grt generate`: a trained model's text."""
 
 import json
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import tyro
 
@@ -25,10 +25,26 @@ class Generate:
     """Sample among the k likeliest tokens; 0: among all."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that hold this much probability."""
+    min_p: float = 0.0
+    """Sample among the tokens that have at least this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens that are in the text already become less likely."""
     seed: int = 1337
     """Decides what is drawn."""
-    max_new_tokens: int = 256
-    """Stop after this many tokens, or before end-of-text."""
+    max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Stop after this many tokens, or before end-of-text; default: as many as the context has room for."""
+    stop: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="STR")] = field(default_factory=list)
+    """Stop before this string; may be given several times."""
+    kv: str = "full"
+    """How the core's steps share keys and values: full, first, last, mean, mod:K or first:all."""
+    crop: bool = False
+    """Go on beyond the context, seeing its last tokens only: no cache, so every token costs a whole pass."""
+    compile: bool = False
+    """Compile the pass over one token, which takes long once."""
+    logprobs: bool = False
+    """With --json: each token's log-probability under the model, whatever the sampling."""
+    dtype: Literal["auto", "fp32", "bf16"] = "fp32"
+    """Precision of the weights and of all that is computed; auto: the fastest here."""
     device: Device = "auto"
     """Where to compute."""
     json: bool = False
@@ -37,12 +53,17 @@ class Generate:
 
 def run_generate(arguments: list[str]) -> int:
     command = parse(Generate, arguments, "generate")
+    from grt.infer.sampling import Sampling
     from grt.report import generation_report
 
-    options = {
-        key: getattr(command, key) for key in ("depth", "temperature", "top_k", "top_p", "seed", "max_new_tokens")
-    }
-    stream = None if command.json else lambda text: print(text, end="", flush=True)
-    report = generation_report(command.run, command.prompt, device=command.device, stream=stream, **options)
+    sampling = Sampling(
+        command.temperature, command.top_k, command.top_p, command.min_p, command.repetition_penalty
+    )  # fmt: skip
+    report = generation_report(
+        command.run, command.prompt, device=command.device, dtype=command.dtype,
+        show=None if command.json else lambda text: print(text, end="", flush=True),
+        stop=command.stop, logprobs=command.logprobs, seed=command.seed, depth=command.depth, sampling=sampling,
+        max_new_tokens=command.max_new_tokens, kv=command.kv, crop=command.crop, compiled=command.compile,
+    )  # fmt: skip
     print(json.dumps(report) if command.json else "")
     return 0

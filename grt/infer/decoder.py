@@ -19,6 +19,24 @@ from grt.model.depth import Depth
 from grt.model.recurrent import RecurrentDepthModel, last_of
 
 
+def check_prompts(model: RecurrentDepthModel, prompts: Sequence[Sequence[int]]) -> None:
+    """ConfigError where there is nothing to go on from, or an id that the model has not learned."""
+    if not prompts or not min(map(len, prompts)):
+        raise ConfigError("a prompt is empty: give at least one token (end-of-text starts a fresh document).")
+    least, most, V = min(map(min, prompts)), max(map(max, prompts)), model.config.vocab_size
+    if least < 0 or most >= V:
+        raise ConfigError(f"id {least if least < 0 else most} of a prompt is not below {V}: use the model's tokenizer.")
+
+
+def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Ids (B, T) of rows that end together, and (B, T): False where a row has padding (None: nowhere)."""
+    longest = max(map(len, rows))
+    pads = [longest - len(row) for row in rows]
+    ids = torch.tensor([[0] * pad + list(row) for pad, row in zip(pads, rows, strict=True)], device=device)
+    real = torch.arange(longest, device=device) >= torch.tensor(pads, device=device)[:, None]
+    return ids, real if any(pads) else None
+
+
 class Decoder:
     """Prompts (lists of ids, of any lengths but not empty) and room for `max_new` tokens after each.
 
@@ -37,13 +55,12 @@ class Decoder:
         depth: int | None = None,
         compiled: bool = False,
     ) -> None:
+        check_prompts(model, prompts)
         longest, context = max(map(len, prompts)), model.config.context
-        if not min(map(len, prompts)):
-            raise ConfigError("a prompt is empty: give at least one token (end-of-text starts a fresh document).")
         if longest + max_new > context:
             raise ConfigError(
                 f"a prompt of {longest} tokens and {max_new} new ones are more than model.context {context}: ask for "
-                f"at most {max(context - longest, 0)} new tokens, or shorten the prompt."
+                f"at most {max(context - longest, 0)} new tokens, shorten the prompt, or let the window slide (crop)."
             )
         self.model = model
         self.steps = model.full_depth if depth is None else Depth(depth)
@@ -63,14 +80,12 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, chunk: int | None = None) -> Tensor:
         """Logits (B, V) after the prompts, read `chunk` tokens at a time (default: all at once)."""
-        device, longest = self.model.device, max(map(len, self.prompts))
-        pads = [longest - len(prompt) for prompt in self.prompts]
-        ids = torch.tensor([[0] * pad + list(p) for pad, p in zip(pads, self.prompts, strict=True)], device=device)
-        real = torch.arange(longest, device=device) >= torch.tensor(pads, device=device)[:, None]
-        logits = torch.empty(0)
-        for piece, there in zip(ids.split(chunk or longest, 1), real.split(chunk or longest, 1), strict=True):
-            ctx = LoopContext(cache=self.cache, real=there if any(pads) else None)
-            logits = self.model.logits(last_of(self.model.states(piece, ctx, self.steps)), ctx, last=True)
+        ids, real = left_padded(self.prompts, self.model.device)
+        size, logits = chunk or ids.shape[1], torch.empty(0)
+        for start in range(0, ids.shape[1], size):
+            piece = slice(start, start + size)
+            ctx = LoopContext(cache=self.cache, real=None if real is None else real[:, piece])
+            logits = self.model.logits(last_of(self.model.states(ids[:, piece], ctx, self.steps)), ctx, last=True)
         self.cache.commit()
         if self.cache.core.fixed_shapes:
             self.cache.freeze()
@@ -84,6 +99,11 @@ class Decoder:
         logits = self._step(tokens[:, None])
         self.cache.commit()
         return logits
+
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        self.cache.reorder(torch.tensor(rows, device=self.model.device))
 
     def _compiled(self) -> Callable[[Tensor], Tensor]:
         if not self.cache.core.fixed_shapes:

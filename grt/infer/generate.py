@@ -1,71 +1,147 @@
-"""Text from a model: one token at a time, each from a fresh forward pass over the last `context` tokens."""
+"""Text from a model, one token of each row at a time: `generate` for one prompt, `Stream` for a batch of them."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from grt.config import ConfigError
-from grt.model.depth import Depth
+from grt.infer.decoder import Decoder
+from grt.infer.sampling import Sampling
+from grt.infer.window import Window
 from grt.model.recurrent import RecurrentDepthModel
 
 
-def pick(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
-    """Sample one id from logits (V,): greedy at temperature 0; top_k 0 and top_p 1 keep every token."""
-    if temperature == 0:
-        return logits.argmax()
-    logits = (logits - logits.max()) / temperature  # however small the temperature, nothing overflows
-    if 0 < top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    probabilities, order = logits.softmax(-1).sort(descending=True)
-    if top_p < 1:  # the smallest set of tokens whose probability reaches top_p: always at least one
-        probabilities = probabilities * (probabilities.cumsum(-1) - probabilities < top_p)
-    return order[torch.multinomial(probabilities, 1, generator=generator)[0]]
+class Drawn(NamedTuple):
+    """logprob: of the model's own distribution, whatever the sampling made of it."""
+
+    token: int
+    logprob: float
 
 
-@torch.inference_mode()
+class Stream:
+    """Iterates over steps; each gives one Drawn a row, or None for a row that has ended.
+
+    What a row says depends on its own prompt, seed and the options, never on the rows beside it; they may only end the
+    batch sooner: max_new_tokens None means as many as fit behind the longest prompt (with crop: as many as the
+    context). seeds: one a row (0 without). stop_ids end a row and are not part of it; `drop` ends one from outside.
+    kv, depth, compiled: as for Decoder. crop: no end of the context, for the price of a fresh pass a token (Window).
+    Settings that cannot work are refused at once, with a ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: RecurrentDepthModel,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | None = None,
+        depth: int | None = None,
+        sampling: Sampling | None = None,
+        seeds: Sequence[int] | None = None,
+        stop_ids: Sequence[int] = (),
+        kv: str = "full",
+        crop: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        seeds = [0] * len(prompts) if seeds is None else seeds
+        assert len(seeds) == len(prompts), "one seed a row"
+        for seed in seeds:
+            if not 0 <= seed < 2**63:
+                raise ConfigError(f"seed is {seed}: it must lie between 0 and 2^63 - 1.")
+        if max_new_tokens is not None and max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}: it must be at least 0.")
+        if crop and (compiled or kv != "full"):
+            raise ConfigError("crop decodes without a cache, for which kv and compiled are meant: leave these out.")
+        self.model, self.sampling, self.stop_ids = model, sampling or Sampling(), frozenset(stop_ids)
+        if max_new_tokens is None:
+            room = model.config.context - (0 if crop else max(map(len, prompts), default=0))
+            max_new_tokens = max(room, 0)
+        self.max_new_tokens = self.left = max_new_tokens
+        if crop:
+            self.decoder = Window(model, prompts, depth=depth)
+        else:
+            self.decoder = Decoder(model, prompts, max_new_tokens, kv=kv, depth=depth, compiled=compiled)
+        self.fixed_batch = compiled  # another size of batch would be compiled anew
+        self.past = [list(prompt) for prompt in prompts]
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.live = set(range(len(prompts)))
+        self.rows: list[int] = []  # which row each one in the decoder is; none before the first step
+
+    def drop(self, row: int) -> None:
+        """End a row."""
+        self.live.discard(row)
+
+    def __iter__(self) -> Iterator[list[Drawn | None]]:
+        return self
+
+    def __next__(self) -> list[Drawn | None]:
+        if not self.left or not self.live:
+            raise StopIteration
+        self.left -= 1
+        logits = self._logits()
+        drawn: list[Drawn | None] = [None] * len(self.past)
+        for i, row in enumerate(self.rows):
+            if row not in self.live:
+                continue
+            picked = Drawn(*self.sampling.pick(logits[i], self.past[row], self.generators[row]))
+            if picked.token in self.stop_ids:
+                self.drop(row)
+            else:
+                self.past[row].append(picked.token)
+                drawn[row] = picked
+        if not self.live:
+            raise StopIteration
+        return drawn
+
+    def _logits(self) -> torch.Tensor:
+        """(rows in the decoder, V), on the CPU, in float32 at least: that is where generators give the same everywhere.
+        Rows that have ended leave the decoder."""
+        training = self.model.training
+        if training:
+            self.model.eval()
+        try:
+            if not self.rows:
+                self.rows = list(range(len(self.past)))
+                return self.decoder.prefill().cpu().float()
+            if len(self.live) < len(self.rows) and not self.fixed_batch:
+                self.decoder.keep([i for i, row in enumerate(self.rows) if row in self.live])
+                self.rows = [row for row in self.rows if row in self.live]
+            last = torch.tensor([self.past[row][-1] for row in self.rows], device=self.model.device)
+            return self.decoder.step(last).cpu().float()
+        finally:
+            if training:
+                self.model.train()
+
+
 def generate(
     model: RecurrentDepthModel,
-    prompt: list[int],
+    prompt: Sequence[int],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
     depth: int | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: int | None = None,
+    kv: str = "full",
+    crop: bool = False,
 ) -> Iterator[int]:
-    """Yield up to `max_new_tokens` token ids after `prompt` (at least one id); ends before the id `stop`.
+    """Token ids after `prompt` (at least one id), one by one; they end before the id `stop`.
 
-    Greedy at temperature 0. The text of a seed is the same whenever model, depth and options are.
+    Options as for Sampling and Stream. The text of a seed is the same whenever model, depth and options are.
     """
-    if not prompt:
-        raise ConfigError("the prompt is empty: give at least one token (end-of-text starts a fresh document).")
-    if not 0 <= temperature < math.inf:
-        raise ConfigError(f"temperature is {temperature}: it must be at least 0 (0 is greedy) and finite.")
-    for name, value in (("top_k", top_k), ("max_new_tokens", max_new_tokens)):
-        if value < 0:
-            raise ConfigError(f"{name} is {value}: it must be at least 0.")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"top_p is {top_p}: it must be above 0 and at most 1.")
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed is {seed}: it must lie between 0 and 2^63 - 1.")
-    steps = model.full_depth if depth is None else Depth(depth)
-    model.check_depth(steps.steps, least=1)
-    generator = torch.Generator().manual_seed(seed)
-    ids, context = list(prompt), model.config.context
-    was_training = model.training
-    model.eval()
-    try:
-        for _ in range(max_new_tokens):
-            window = torch.tensor([ids[-context:]], device=model.device)
-            logits = model(window, steps)[0, -1].float().cpu()
-            token = int(pick(logits, temperature, top_k, top_p, generator))
-            if token == stop:
-                return
-            ids.append(token)
-            yield token
-    finally:
-        model.train(was_training)
+    steps = Stream(
+        model,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        depth=depth,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        seeds=[seed],
+        stop_ids=[] if stop is None else [stop],
+        kv=kv,
+        crop=crop,
+    )
+    return (drawn.token for (drawn,) in steps if drawn is not None)

@@ -49,8 +49,8 @@ class SharedSteps:
         self.strategy, self.modulus = parse_strategy(strategy)
         self.executed = 0  # steps of the pass in progress
         self.ran = torch.zeros(cache.batch, cache.capacity, dtype=torch.long, device=cache.device)  # of each token
-        S = {"full": cache.depth, "mod": min(self.modulus, cache.depth)}.get(self.strategy, 1)
-        self.slots = [[cache.room(2) for _ in range(S)] for _ in range(n)]
+        self.S = {"full": cache.depth, "mod": min(self.modulus, cache.depth)}.get(self.strategy, 1)
+        self.slots = [[cache.room(2) for _ in range(self.S)] for _ in range(n)]
         self.prompt: Tensor | None = None
         self.clear()
         # Of the token in progress: K_1, or the sum of its K_r so far.
@@ -121,7 +121,7 @@ class SharedSteps:
         ran = self.ran[:, None, :T, None]  # (B, 1, T, 1): against (R, B, H, T, c)
         step = torch.arange(self.cache.depth, device=ran.device).view(-1, 1, 1, 1, 1)
         precise = torch.promote_types(self.prompt.dtype, torch.float32)
-        for slot in range(len(self.slots[0])):
+        for slot in range(self.S):
             chosen = step < ran
             if self.strategy == "first":
                 chosen = step == 0
