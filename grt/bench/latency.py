@@ -127,10 +127,7 @@ def contestants_of(models: dict[str, RecurrentDepthModel], task: Task, peer: boo
     *_, (name_of_dense, dense) = models.items()
     prompts = task.prompts(dense.config.vocab_size)
     make = Recomputed if task.protocol == "paper" else Cached
-    unshared = replace(task, kv="full")  # dense has no steps to share over
-    made: list[Contestant] = [
-        make(name, model, unshared if model is dense else task, prompts) for name, model in models.items()
-    ]
+    made: list[Contestant] = [make(name, model, task, prompts) for name, model in models.items()]
     return made + (
         [Transformers(name_of_dense.replace("dense", "transformers"), dense, prompts)]
         if peer and make is Cached
