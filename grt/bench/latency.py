@@ -188,7 +188,7 @@ def table_of(protocol: str, batch: int, rows: list[dict[str, Any]]) -> Table:
     title = f"{protocol}, batch {batch}, {rows[0]['prompt']} tokens and {rows[0]['new']} new ones"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))  # 80 columns have to do
     for column in ("model", "prompt ms", "ms/token", "range", "tokens/s", "of peak", "compile s"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=column == "model")
     for row in rows:
         low, high = row["spread"]
         prefill, share, seconds = row["prefill_ms"], row.get("share_of_peak"), row["compile_s"]

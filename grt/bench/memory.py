@@ -106,7 +106,7 @@ def show(report: dict[str, Any]) -> None:
         padding=(0, 1, 0, 0),
     )  # fmt: skip
     for column in ("model", "kv", "batch", "measured", "closed form", "apart", "paper", "prompt phase"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=column == "model")
     for row in report["rows"]:
         paper = "" if row["paper_gib"] is None else f"{row['paper_gib']:.2f}"
         table.add_row(
