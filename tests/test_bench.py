@@ -170,17 +170,7 @@ def test_transformers_computes_our_loss():
     mine = training.ours("a", config, [Depth(0)], torch.device("cpu"), torch.float32)
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in mine.model.parameters())
     assert theirs.config._attn_implementation == "sdpa"
-    names = {
-        "embed.tokens.": "wte.", "embed.positions.": "wpe.", "prelude.": "h.", "ln1.": "ln_1.", "ln2.": "ln_2.",
-        "attn.qkv.": "attn.c_attn.", "attn.out.": "attn.c_proj.", "mlp.up.": "mlp.c_fc.", "mlp.down.": "mlp.c_proj.",
-    }  # fmt: skip
-    weights = {}
-    for name, x in mine.model.state_dict().items():
-        x = x.T if name.startswith("prelude.") and x.ndim == 2 else x
-        for ours, hf in names.items():
-            name = name.replace(ours, hf)
-        weights["transformer." + name] = x
-    assert theirs.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"]
+    peers.copy_weights(theirs, mine.model)
     tokens = torch.randint(257, (2, 17))
     ids, targets = tokens[:, :-1], tokens[:, 1:]
     assert loss(ids, targets).item() == pytest.approx(mine.losses[0](ids, targets).item(), rel=1e-5)

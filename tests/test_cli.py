@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from grt import cli
+from grt.commands.bench import BENCHES
 from grt.commands.train import Train
 from grt.config import ConfigError, RunConfig, config_hash, dump, load
 from grt.data.prepare import load_prepared
@@ -816,11 +817,12 @@ def help_of(capsys, *arguments: str) -> str:
     return out
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", [*(c for c in cli.COMMANDS if c != "bench"), *(f"bench {b}" for b in BENCHES)])
 def test_help_names_every_option(capsys, name):
-    out = help_of(capsys, name)
+    out = help_of(capsys, *name.split())
     assert out.startswith(f"usage: grt {name}")
-    command = getattr(importlib.import_module(f"grt.commands.{name}"), name.capitalize())
+    file, what = name.split()[0], name.split()[-1]
+    command = getattr(importlib.import_module(f"grt.commands.{file}"), what.capitalize())
     missing = [option for option in options_of(command) if not re.search(rf"{re.escape(option)}\b", out)]
     assert not missing
     if name == "train":

@@ -1,21 +1,21 @@
-"""`grt bench`: speed, always against a peer on the same machine."""
+"""`grt bench`: speed and memory, always beside something to compare with on the same machine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from grt.options import Device, parse
+from grt.config import ConfigError
+from grt.options import Device, Run, parse
 from grt.presets import preset
 
 
 @dataclass
-class Bench:
-    """Measure speed, ours and a peer in turn: a table, then one JSON line."""
+class Training:
+    """Speed of training, ours and a peer in turn: a table, then one JSON line."""
 
-    what: tyro.conf.Positional[Literal["training"]]
-    """training: a step of a recurrent model against dense of equal block executions, or of our dense against peers."""
     peers: list[Literal["dense", "nanogpt", "transformers"]] = field(default_factory=lambda: ["dense"])
     """dense: the recurrent model against dense; nanogpt, transformers: our dense GPT-2 against theirs."""
     nanogpt: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -36,14 +36,75 @@ class Bench:
     """CPU threads; 0: as many as torch takes by itself."""
 
 
-def run_bench(arguments: list[str]) -> int:
-    command = parse(Bench, arguments, "bench")
-    import torch
+@dataclass
+class Latency:
+    """Time per generated token, GRT, dense and transformers' GPT-2 in turn: a table, then one JSON line."""
 
+    sizes: list[Literal["nano", "small", "medium", "large"]] = field(default_factory=list)
+    """GRT and dense of equal block executions; without it small, medium and large (paper on a CPU: small)."""
+    protocol: list[Literal["cached", "paper"]] = field(default_factory=lambda: ["cached", "paper"])
+    """cached: a prompt, then each token through a KV cache; paper: a forward pass over a context for each token."""
+    batch: list[int] = field(default_factory=lambda: [1, 4])
+    """Rows at a time."""
+    prompt: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Tokens of the prompt, where it is cached; without it, what new leaves of the context: 896."""
+    new: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Tokens to generate; without it 128 (paper on a CPU: 4)."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Of weights, caches and products."""
+    kv: str = "full"
+    """How GRT's steps share keys and values: full, first, last, mean, mod:K or first:all."""
+    compile: Literal["on", "off"] = "on"
+    """Whether our models are compiled; how long that takes is reported apart."""
+    alternations: int = 5
+    """Turns of each."""
+    peers: list[Literal["dense", "transformers"]] = field(default_factory=lambda: ["dense", "transformers"])
+    """dense: GRT against dense; transformers: our dense GPT-2 against theirs, with a cache."""
+    device: Device = "auto"
+    """Where to compute."""
+    threads: int = 0
+    """CPU threads; 0: as many as torch takes by itself."""
+
+
+@dataclass
+class Memory:
+    """Memory of weights and caches while decoding, beside the closed form: a table, then one JSON line."""
+
+    size: Literal["nano", "small", "medium", "large"] = "medium"
+    """GRT and dense of equal block executions."""
+    batch: list[int] = field(default_factory=lambda: [1, 32])
+    """Rows at a time."""
+    kv: list[str] = field(default_factory=lambda: ["full", "mean"])
+    """How GRT's steps share keys and values."""
+
+
+@dataclass
+class Dial:
+    """Loss and time per token of one trained model at each depth: a table, a plot, then one JSON line."""
+
+    run: Run
+    """A run's folder, one of its checkpoints, or a model folder."""
+    depths: list[int] = field(default_factory=list)
+    """Passes through the core; without it, every number of them from 1 to R."""
+    new: int = 64
+    """Tokens to generate, after a prompt that fills the rest of the context."""
+    windows: int = 16
+    """Windows of the run's own validation split to evaluate on."""
+    alternations: int = 5
+    """Turns of each depth."""
+    device: Device = "auto"
+    """Where to compute."""
+    threads: int = 0
+    """CPU threads; 0: as many as torch takes by itself."""
+    out: Path = Path("dial.png")
+    """The plot."""
+
+
+def run_training(arguments: list[str]) -> None:
+    command = parse(Training, arguments, "bench training")
     from grt.bench.training import bench_training, show
 
-    if command.threads:
-        torch.set_num_threads(command.threads)
+    use_threads(command.threads)
     like: dict[str, Any] = {}
     if command.preset:
         config = preset(command.preset)
@@ -55,4 +116,63 @@ def run_bench(arguments: list[str]) -> int:
         dtype=command.dtype, device=command.device, **like,
     )  # fmt: skip
     show(report)
+
+
+def run_latency(arguments: list[str]) -> None:
+    command = parse(Latency, arguments, "bench latency")
+    from grt.bench.latency import bench_latency, show
+
+    use_threads(command.threads)
+    report = bench_latency(
+        command.sizes, command.protocol, command.batch, prompt=command.prompt, new=command.new, dtype=command.dtype,
+        kv=command.kv, compiled=command.compile == "on", alternations=command.alternations, peers=command.peers,
+        device=command.device,
+    )  # fmt: skip
+    show(report)
+
+
+def run_memory(arguments: list[str]) -> None:
+    command = parse(Memory, arguments, "bench memory")
+    from grt.bench.memory import bench_memory, show
+
+    show(bench_memory(command.size, command.batch, command.kv))
+
+
+def run_dial(arguments: list[str]) -> None:
+    command = parse(Dial, arguments, "bench dial")
+    from grt.bench.dial import bench_dial, show
+
+    use_threads(command.threads)
+    report = bench_dial(
+        command.run, command.depths, new=command.new, windows=command.windows, alternations=command.alternations,
+        device=command.device, out=command.out,
+    )  # fmt: skip
+    show(report)
+
+
+def use_threads(threads: int) -> None:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+
+
+BENCHES: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "training": (run_training, "a step of a recurrent model against dense, or of our dense against peers"),
+    "latency": (run_latency, "time per generated token, against dense and transformers"),
+    "memory": (run_memory, "weights and caches while decoding, against the closed form"),
+    "dial": (run_dial, "loss against time per token, by depth, of one trained model"),
+}
+
+
+def run_bench(arguments: list[str]) -> int:
+    name, *rest = arguments or [""]
+    if name in ("-h", "--help"):
+        lines = "\n".join(f"  {bench:<9} {what}" for bench, (_, what) in BENCHES.items())
+        print(f"usage: grt bench WHAT ...\n\n{lines}\n\n`grt bench WHAT --help` shows its options.")
+        return 0
+    if name not in BENCHES:
+        given = f"{name!r} is none of the benches" if name else "name a bench first"
+        raise ConfigError(f"{given}: choose one of {', '.join(BENCHES)}.")
+    BENCHES[name][0](rest)
     return 0

@@ -8,6 +8,8 @@ Conventions, each under its own name:
   training runs, with every read-out that the loss asks for; `training` adds the backward pass, twice the forward one
   except for the steps that truncated back-propagation leaves out.
 - KV bytes in bf16 (2 bytes), keys and values of one token: 4 d for each slot.
+- bytes read to decode a token: a matrix counts as often as it is read, whatever a processor's caches keep of a shared
+  one, and so do keys and values. Vectors (biases, norms, the embedding's rows) and what is written are left out.
 """
 
 import math
@@ -88,3 +90,13 @@ def decode_memory(model: RecurrentDepthModel, batch_sizes: tuple[int, ...] = (1,
         strategy: {str(B): weights + B * model.config.context * per_token for B in batch_sizes}
         for strategy, per_token in kv_bytes_per_token(model).items()
     }
+
+
+def decode_bytes(model: RecurrentDepthModel, steps: int, tokens: float, batch: int = 1, itemsize: int = 2) -> int:
+    """Bytes read to decode one token of each of `batch` rows at depth `steps`, where it sees `tokens` keys."""
+    config, layout = model.config, model.config.blocks
+    executions = layout.p + steps * layout.n + layout.c
+    # With one row a matrix does 2 FLOPs for each of its weights, and attention to one token 4 d.
+    products = executed_flops(model, steps, 1) + head_flops(config) - executions * 4 * config.d_model
+    keys_and_values = executions * 2 * config.d_model * tokens  # shared or not, each execution reads its own
+    return round(itemsize * (products / 2 + batch * keys_and_values))
