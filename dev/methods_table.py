@@ -1,6 +1,6 @@
 """The nano-scale table of all methods in results/methods.
 
-    python dev/methods_table.py collect RUN...    copies what made each run, without weights, and evaluates it whole
+    python dev/methods_table.py collect RUN...    copies what made each run, without weights, and evaluates it
     python dev/methods_table.py build             writes README.md and losses.png from what was collected
 
 bench.json beside them is the JSON line of `grt bench training --methods ... --preset grt-nano --threads 2`.
@@ -18,6 +18,7 @@ from grt.train.log import read_metrics
 from grt.train.plots import draw_comparison
 
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "methods"
+WINDOWS = 256  # of the validation split, from its start
 ORDER = (
     "dense",
     "grt",
@@ -41,7 +42,7 @@ def collect(run: Path) -> None:
         shutil.copy(run / name, out / name)
     rows = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] != "train" or r["step"] % 20 in (0, 1)]
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = evaluation_report(run, batch_size=32) | {"run": config.name}
+    report = evaluation_report(run, limit=WINDOWS, batch_size=64) | {"run": config.name}
     (out / "eval.json").write_text(json.dumps(report, indent=1) + "\n")
     print(out)
 
@@ -59,8 +60,9 @@ def table() -> str:
         "# Every method at nano size",
         "",
         f"One recipe (that of `grt-nano`), one seed ({first.train.seed}), {steps:,} steps of {tokens:,} bytes of the "
-        f"`{first.data.path}` corpus; loss in nats per byte on the whole validation split, whose bigram entropy is "
-        f"{entropy:.4f}. Made by `grt train METHOD-nano --train.steps {steps} --train.threads 1`, on "
+        f"`{first.data.path}` corpus; loss in nats per byte on the first {WINDOWS} windows of the validation "
+        f"split, whose bigram entropy is {entropy:.4f}. Made by `grt train METHOD-nano --train.steps {steps} "
+        "--train.threads 1`, on "
         f"{environment['cpu']}, one thread, {environment['dtype']}, torch {environment['torch']}; each folder has the "
         "resolved config, the environment with its commit, the evaluations and every 20th training row. One seed and "
         f"{steps * tokens / 1e6:.1f} M bytes: differences of a few hundredths say nothing.",

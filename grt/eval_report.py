@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -139,7 +140,8 @@ def sharing_rows(
         assert isinstance(documents, DocumentSplit)
         items = make_items(documents, tokenizer, cloze)
     rows: dict[str, dict[str, Any]] = {}
-    for strategy in track(kv, "sharing keys and values", console=Console(stderr=True), transient=True):
+    shown, silent = Console(stderr=True), not sys.stderr.isatty()
+    for strategy in track(kv, "sharing keys and values", console=shown, transient=True, disable=silent):
         loss, error = sharing_loss(model, split, strategy, limit=limit, batch_size=batch_size, dtype=dtype, steps=steps)
         rows[strategy] = {"depth": steps, "loss": loss, "loss_se": error if math.isfinite(error) else None}
         if items:

@@ -1,6 +1,7 @@
 """Command-line options from dataclasses (tyro), the types that commands share, and errors of one sentence."""
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import re
@@ -34,13 +35,23 @@ def parse(command: type[T], arguments: list[str], name: str, default: Any = None
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(
+            parsed = tyro.cli(
                 command, args=arguments, prog=f"grt {name}", default=default, config=(tyro.conf.FlagCreatePairsOff,)
             )
     except SystemExit as stop:
         if not stop.code:
             raise
         raise ConfigError(one_sentence(told.getvalue())) from None
+    name_what_is_empty(parsed, arguments)
+    return parsed
+
+
+def name_what_is_empty(command: Any, arguments: list[str]) -> None:
+    """ConfigError for an option that takes several values and was given none."""
+    for field in dataclasses.fields(command):
+        option = "--" + field.name.replace("_", "-")
+        if getattr(command, field.name) == [] and option in arguments:
+            raise ConfigError(f"{option} has no value: name at least one, or leave it out.")
 
 
 def starting_config(arguments: list[str]) -> tuple[RunConfig, list[str]]:

@@ -1,6 +1,7 @@
 """What was broken once: memory of truncated passes, graphs of compiled blocks, broken gates, leaks that went unsaid."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from tiny import tiny as tiny_run
 
 from grt import cli
 from grt.config import ConfigError, ModelConfig
+from grt.data.tokenizer import get_tokenizer
+from grt.evals.cloze import _ids
 from grt.infer.decoder import Decoder
+from grt.infer.generate import generate
 from grt.methods import METHODS, build_model
 from grt.model import cost
 from grt.model.context import LoopContext
@@ -145,3 +149,52 @@ def test_json_of_eval_is_json(data, tmp_path, capsys):
     assert cli.main(["eval", str(tmp_path / "run"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert report["extras"].keys() >= {"expected_loss", "loss at q=0.5", "depth at q=0.5"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_broken_weights_generate_nothing(tiny, temperature):
+    model = tiny()
+    with torch.no_grad():
+        model.ln_f.weight.fill_(torch.nan)
+    with pytest.raises(ConfigError, match="the model's logits are not finite: its weights are broken"):
+        list(generate(model, [1, 2], max_new_tokens=3, temperature=temperature))
+
+
+def test_cloze_scores_the_bytes_that_it_names():
+    text = "日本語".encode()[1:8]
+    assert _ids(get_tokenizer("bytes"), text) == list(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "training", "--methods"], "--methods has no value: name at least one, or leave it out."),
+        (["bench", "latency", "--batch"], "--batch has no value"),
+        (["bench", "memory", "--kv"], "--kv has no value"),
+        (["bench", "training", "--threads", "-1"], "--threads is -1: it must be at least 0."),
+        (
+            ["bench", "dial", "models/grt-nano", "--out", "/no/such/dial.png"],
+            "/no/such/dial.png cannot be written",
+        ),
+        (["eval", "models/grt-nano", "--kv"], "--kv has no value"),
+        (
+            ["generate", "models/grt-nano", "--repetition-penalty", "1e-310"],
+            "repetition_penalty is 1e-310: it must",
+        ),
+    ],
+)
+def test_options_that_say_nothing(capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_decoder_that_keeps_fewer_rows_restarts_with_fewer(tiny):
+    model = tiny()
+    decoder = Decoder(model, [[1, 2, 3], [4, 5]], 4)
+    decoder.prefill()
+    decoder.keep([1])
+    decoder.step(torch.tensor([6]))
+    decoder.restart([[7, 8]])
+    want = Decoder(model, [[7, 8]], 4).prefill()
+    torch.testing.assert_close(decoder.prefill(), want, rtol=0, atol=1e-11)

@@ -30,6 +30,8 @@ def bench_dial(
     at_least("--new", new, 2)
     where = resolve_device(device)
     model, config = load_model(run, where)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out} cannot be written: make the folder {out.parent} first.")
     layout, context = config.model.blocks, config.model.context
     if layout.is_dense:
         raise ConfigError(f"{run} is a dense model, {config.model.layout}, with one depth only: give a recurrent one.")

@@ -93,7 +93,9 @@ def plan(
                 raise ConfigError(
                     f"--prompt {P} and --new {its_new} are more than the context of {size}, {context}: ask for fewer."
                 )
-            tasks.setdefault(size, []).extend(Task(protocol, B, P, its_new, kv, compiled) for B in batches)
+            tasks.setdefault(size, []).extend(
+                Task(protocol, B, P, its_new, kv, compiled) for B in dict.fromkeys(batches)
+            )
     return list(tasks.items())
 
 
@@ -105,6 +107,7 @@ def bench_latency(
     """The JSON document of the bench. peers, dense: GRT against dense; transformers: our dense against theirs."""
     at_least("--alternations", alternations, 1)
     at_least("--batch", min(batches), 1)
+    batches = list(dict.fromkeys(batches))
     where, precision = resolve_device(device), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     notes: list[str] = []
     planned = plan(sizes, protocols, batches, prompt, new, kv, compiled, where.type == "cpu", notes)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from grt.config import ConfigError
+from grt.config import ConfigError, at_least
 from grt.options import Device, Run, parse
 from grt.presets import preset
 
@@ -153,6 +153,7 @@ def run_dial(arguments: list[str]) -> None:
 def use_threads(threads: int) -> None:
     import torch
 
+    at_least("--threads", threads, 0)
     if threads:
         torch.set_num_threads(threads)
 

@@ -99,4 +99,5 @@ def cloze_accuracy(
 
 
 def _ids(tokenizer: Tokenizer, text: bytes) -> list[int]:
-    return [int(i) for i in tokenizer.encode(text.decode(errors="replace"))]
+    """The bytes themselves where they are the tokens; else what is left of a character that was cut is dropped."""
+    return list(text) if tokenizer.name == "bytes" else [int(i) for i in tokenizer.encode(text.decode(errors="ignore"))]

@@ -104,6 +104,7 @@ class Decoder:
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
         self.cache.reorder(torch.tensor(rows, device=self.model.device))
+        self.prompts = [self.prompts[row] for row in rows]
 
     def _compiled(self) -> Callable[[Tensor], Tensor]:
         if not self.cache.core.fixed_shapes:

@@ -19,6 +19,14 @@ class Drawn(NamedTuple):
     logprob: float
 
 
+def finite(logits: torch.Tensor) -> torch.Tensor:
+    """On the CPU, in float32 at least; ConfigError where a broken model cannot say what comes next."""
+    logits = logits.cpu().float()
+    if not torch.isfinite(logits).all():
+        raise ConfigError("the model's logits are not finite: its weights are broken, use another checkpoint.")
+    return logits
+
+
 class Stream:
     """Iterates over steps; each gives one Drawn a row, or None for a row that has ended.
 
@@ -102,12 +110,12 @@ class Stream:
         try:
             if not self.rows:
                 self.rows = list(range(len(self.past)))
-                return self.decoder.prefill().cpu().float()
+                return finite(self.decoder.prefill())
             if len(self.live) < len(self.rows) and not self.fixed_batch:
                 self.decoder.keep([i for i, row in enumerate(self.rows) if row in self.live])
                 self.rows = [row for row in self.rows if row in self.live]
             last = torch.tensor([self.past[row][-1] for row in self.rows], device=self.model.device)
-            return self.decoder.step(last).cpu().float()
+            return finite(self.decoder.step(last))
         finally:
             if training:
                 self.model.train()

@@ -39,9 +39,9 @@ class Sampling:
             raise ConfigError(f"top_p is {self.top_p}: it must be above 0 and at most 1.")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p is {self.min_p}: it must lie between 0 and 1.")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not 0.01 <= self.repetition_penalty <= 100:
             raise ConfigError(
-                f"repetition_penalty is {self.repetition_penalty}: it must be above 0 (1 is none) and finite."
+                f"repetition_penalty is {self.repetition_penalty}: it must lie between 0.01 and 100 (1 is none)."
             )
 
     def probabilities(self, logits: Tensor, past: Sequence[int]) -> Tensor:
