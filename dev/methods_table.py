@@ -38,8 +38,9 @@ def collect(run: Path) -> None:
     config = load(run / "config.json")
     out = FOLDER / config.name.removesuffix("-nano")
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "env.json"):
-        shutil.copy(run / name, out / name)
+    shutil.copy(run / "config.json", out / "config.json")
+    environment = (run / "env.json").read_text()
+    (out / "env.json").write_text(environment.replace(f"--out {run}", f"--out runs/{run.name}"))
     rows = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] != "train" or r["step"] % 20 in (0, 1)]
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = evaluation_report(run, limit=WINDOWS, batch_size=64) | {"run": config.name}
