@@ -639,7 +639,7 @@ WRONG = [
     (["generate", "{run}", "--max-new-tokens", "many"], "--max-new-tokens is 'many': give a whole number."),
     (["generate", "{run}", "--max-new-tokens", "99"], "at most 15 new tokens, shorten the prompt, or let the window"),
     (["generate", "{run}", "--min-p", "2"], "min_p is 2.0: it must lie between 0 and 1"),
-    (["generate", "{run}", "--repetition-penalty", "0"], "repetition_penalty is 0.0: it must be above 0"),
+    (["generate", "{run}", "--repetition-penalty", "0"], "repetition_penalty is 0.0: it must lie between 0.01 and 100"),
     (["generate", "{run}", "--kv", "furst"], "kv is 'furst': choose one of full, first"),
     (["generate", "{run}", "--kv", "first", "--crop"], "crop decodes without a cache"),
     (["generate", "{run}", "--stop", ""], "a stop string is empty"),
