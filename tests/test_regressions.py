@@ -198,3 +198,10 @@ def test_a_decoder_that_keeps_fewer_rows_restarts_with_fewer(tiny):
     decoder.restart([[7, 8]])
     want = Decoder(model, [[7, 8]], 4).prefill()
     torch.testing.assert_close(decoder.prefill(), want, rtol=0, atol=1e-11)
+
+
+def test_a_prompt_may_be_read_in_pieces(tiny):
+    model, prompts = tiny(), [[1, 2, 3, 4, 5], [6, 7]]
+    want = Decoder(model, prompts, 4, kv="mean").prefill()
+    for chunk in (1, 2, 3):
+        torch.testing.assert_close(Decoder(model, prompts, 4, kv="mean").prefill(chunk), want, rtol=0, atol=1e-11)
