@@ -157,7 +157,7 @@ def test_the_number_of_workers_changes_nothing(texts, tmp_path, monkeypatch):
 
 
 def test_a_dead_worker_is_one_sentence(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(encode, "_encode_in_worker", die)
+    monkeypatch.setattr(encode, "_work", die)
     with pytest.raises(ValueError, match="One of 2 workers was killed.*fewer --workers"):
         prepare(texts, tokenizer="gpt2", out=tmp_path / "out", workers=2, quiet=True)
     monkeypatch.undo()
@@ -165,7 +165,7 @@ def test_a_dead_worker_is_one_sentence(texts, tmp_path, monkeypatch):
     assert prepare(texts, tokenizer="gpt2", out=tmp_path / "out", quiet=True).folder == tmp_path / "out"
 
 
-def die(_job):
+def die(_pipe, _tokenizer):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -266,12 +266,33 @@ def test_prepare_from_the_command_line(texts, tmp_path, capsys):
     assert meta["tokenizer"]["name"] == "gpt2" and sum(s["documents"] for s in meta["splits"].values()) in (11, 22)
 
 
-def test_an_interrupt_ends_the_workers_at_once():
-    """Also while jobs are on their way to them, when an orderly shutdown could wait for ever."""
+def test_an_error_in_a_worker_is_raised_here(monkeypatch):
+    monkeypatch.setattr(encode, "_work", refuse)
+    with pytest.raises(ValueError, match="no ids today"):
+        list(encoded([[("train", "text", True)]], get_tokenizer("bytes"), workers=2))
+    assert not multiprocessing.active_children()
+
+
+def refuse(pipe, name):
+    encode.encode = fail
+    WORK(pipe, name)
+
+
+def fail(_tokenizer, _job):
+    raise ValueError("no ids today")
+
+
+WORK = encode._work
+
+
+@pytest.mark.parametrize("wait", [0, 0.05])
+def test_an_interrupt_ends_the_workers_at_once(wait):
+    """Also while jobs are on their way to them."""
     texts = ([("train", "some text " * 50_000, True)] for _ in range(200))
     results = encoded(texts, get_tokenizer("bytes"), workers=2)
     next(results)
     assert multiprocessing.active_children()
+    time.sleep(wait)
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         results.throw(KeyboardInterrupt())

@@ -7,11 +7,11 @@ their size alone, so that ids and their order don't depend on the number of work
 import os
 import signal
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 
@@ -76,48 +76,108 @@ def encode(tokenizer: Tokenizer, job: Job) -> dict[str, Encoded]:
 
 
 def encoded(source: Iterable[Job], tokenizer: Tokenizer, workers: int) -> Iterator[dict[str, Encoded]]:
-    """Each job's ids, in the order of the jobs. Raises BrokenProcessPool where a worker dies."""
+    """Each job's ids, in the order of the jobs. Raises WorkerDied where a worker does."""
     if workers == 1:
         for job in source:
             yield encode(tokenizer, job)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer.name,))
-    waiting = deque()
-    finished = False
+    pool = Workers(tokenizer.name, workers)
+    handed_on = 0
     try:
-        for job in source:
-            waiting.append(pool.submit(_encode_in_worker, job))
-            if len(waiting) > 2 * workers:  # what is read ahead stays small
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-        finished = True
+        for number, job in enumerate(source):
+            while pool.busy == workers or number - handed_on > 2 * workers:  # what is read ahead stays small
+                pool.collect()
+                while handed_on in pool.results:
+                    yield pool.results.pop(handed_on)
+                    handed_on += 1
+            pool.give(number, job)
+        while pool.busy or pool.results:
+            while handed_on not in pool.results:
+                pool.collect()
+            yield pool.results.pop(handed_on)
+            handed_on += 1
     finally:
-        if not finished:
-            # An interrupt can fall while a job is being sent: its worker then waits for the rest, and shutdown for it.
-            for process in list((pool._processes or {}).values()):
-                process.terminate()
-        pool.shutdown(cancel_futures=True)
+        pool.end()
 
 
-_worker_tokenizer: Tokenizer | None = None
+class WorkerDied(Exception):
+    """A worker was killed: by the system for want of memory, or by hand."""
 
 
-def _start_worker(name: str) -> None:
-    global _worker_tokenizer  # noqa: PLW0603
+class Workers:
+    """Processes with a pipe each and no thread between: ended at any moment, none of them waits for another.
+
+    An executor's threads can, when an interrupt falls while a job is being sent (CPython's gh-94777).
+    """
+
+    def __init__(self, tokenizer: str, n: int):
+        context = get_context("spawn")
+        self.results: dict[int, dict[str, Encoded]] = {}
+        self._processes: list[BaseProcess] = []
+        self._idle: list[Connection] = []
+        self._at_work: dict[Connection, int] = {}
+        try:
+            for _ in range(n):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs, tokenizer), daemon=True)
+                process.start()
+                theirs.close()  # so that a dead worker's pipe reads as ended
+                self._processes.append(process)
+                self._idle.append(ours)
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def busy(self) -> int:
+        return len(self._at_work)
+
+    def give(self, number: int, job: Job) -> None:
+        worker = self._idle.pop()
+        self._at_work[worker] = number
+        try:
+            worker.send(job)
+        except OSError as error:
+            raise WorkerDied from error
+
+    def collect(self) -> None:
+        """Waits for the next results. An error in a worker is raised here."""
+        for worker in wait(list(self._at_work)):
+            assert isinstance(worker, Connection)
+            try:
+                result = worker.recv()
+            except (EOFError, OSError) as error:
+                raise WorkerDied from error
+            if isinstance(result, Exception):
+                raise result
+            self.results[self._at_work.pop(worker)] = result
+            self._idle.append(worker)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for worker in [*self._idle, *self._at_work]:
+            worker.close()
+
+
+def _work(pipe: Connection, name: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _worker_tokenizer = get_tokenizer(name)
+    tokenizer = get_tokenizer(name)
+    while True:
+        job = pipe.recv()
+        try:
+            result = encode(tokenizer, job)
+        except Exception as error:
+            result = error
+        pipe.send(result)
 
 
 def _leave_with_parent() -> None:
-    """A killed parent closes no queue, and its workers would wait for ever."""
+    """A killed parent closes its pipes, but not while a worker that was started later still holds them."""
     parent = parent_process()
     assert parent is not None
-    connection.wait([parent.sentinel])
+    wait([parent.sentinel])
     os._exit(1)
-
-
-def _encode_in_worker(job: Job) -> dict[str, Encoded]:
-    assert _worker_tokenizer is not None
-    return encode(_worker_tokenizer, job)

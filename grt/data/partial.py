@@ -10,10 +10,10 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO
 
+from grt.data.encode import WorkerDied
 from grt.data.writer import Writer
 
 try:
@@ -88,7 +88,7 @@ def partial_folder(folder: Path, key: str) -> Iterator[tuple[Path, IO[str]]]:
         assert journal is not None
     try:
         yield path, journal
-    except (KeyboardInterrupt, BrokenProcessPool):
+    except (KeyboardInterrupt, WorkerDied):
         raise
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)

@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from grt.config import ConfigError
 from grt.data.corpus import RESERVED, open_corpus, split_sources
+from grt.data.encode import WorkerDied
 from grt.data.meta import FORMAT
 from grt.data.remote import cache_folder
 from grt.data.shards import Prepared, load_if_intact, load_prepared, read_meta, write_prepared
@@ -121,7 +121,7 @@ def _workers(workers: int, tokenizer: Tokenizer) -> int:
 def _sentence_for_dead_workers(workers: int) -> Iterator[None]:
     try:
         yield
-    except BrokenProcessPool:
+    except WorkerDied:
         raise ConfigError(
             f"One of {workers} workers was killed, probably for want of memory: run the same again with fewer "
             "--workers; it goes on from where it stopped."
