@@ -18,7 +18,9 @@ from grt.config import ConfigError, RunConfig
 from grt.data.documents import DocumentSplit
 from grt.data.loader import Split, bigram_entropy
 from grt.data.prepare import open_source
+from grt.data.tasks import TaskSplit
 from grt.data.tokenizer import get_tokenizer
+from grt.evals.accuracy import accuracy_by_depth
 from grt.evals.cloze import cloze_accuracy, dump_items, make_items
 from grt.evals.loss import Evaluation, evaluate
 from grt.evals.sharing import sharing_loss
@@ -98,6 +100,9 @@ def evaluation_report(
     added: dict[str, Any] = {"extras": result.extras} if result.extras else {}
     if both:
         added["topk_loss"] = evaluate(model, split, depths=[max(losses)], routing="topk", **options).deepest
+    if isinstance(split, TaskSplit):
+        accuracy = accuracy_by_depth(model, split, depths=sorted(losses), **options)
+        added["accuracy_by_depth"] = {str(k): shares for k, shares in accuracy.items()}
     if kv:
         added["sharing"] = sharing_rows(model, config, split, data, kv, cloze, max(losses), **options)
     return {
@@ -116,7 +121,7 @@ def evaluation_report(
         "seed": config.train.seed,
         "commit": commit(),
         "seconds": time.perf_counter() - start,
-        "bigram_entropy": bigram_entropy(split) if split.vocab_size <= 1024 else None,
+        "bigram_entropy": bigram_entropy(split) if split.has_bigrams else None,
         **added,
     }
 
@@ -191,6 +196,16 @@ def show_extras(extras: dict[str, float]) -> None:
         console.print(table)
 
 
+def show_accuracy(accuracy: dict[str, dict[str, float]]) -> None:
+    groups = next(iter(accuracy.values()))
+    table = Table(title="share of answers that are right, the tokens before them given")
+    for column in ("depth", *groups):
+        table.add_column(column, justify="right")
+    for k, shares in accuracy.items():
+        table.add_row(k, *(f"{shares[group]:.4f}" for group in groups))
+    console.print(table)
+
+
 def show_evaluation(report: dict[str, Any]) -> None:
     data = report["data"]
     table = Table(title=f"{report['run']} at step {report['step']} on {data['path']} ({report['windows']} windows)")
@@ -201,6 +216,8 @@ def show_evaluation(report: dict[str, Any]) -> None:
         table.add_row(k, *numbers, f"{row['flops_per_token'] / 1e6:.2f}")
     console.print(table)
     show_extras(report.get("extras", {}))
+    if "accuracy_by_depth" in report:
+        show_accuracy(report["accuracy_by_depth"])
     if "sharing" in report:
         show_sharing(report["sharing"])
     if report["routing"]:

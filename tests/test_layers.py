@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hf": BASE | {"infer"},
     "vllm": BASE | {"infer"},
     "bench": BASE | {"infer", "train", "data", "evals"},
-    "paper": BASE | SIBLINGS,
+    "paper": BASE | SIBLINGS | {"eval_report", "fields"},
     "options": {"config", "presets"},
     "eval_report": BASE | SIBLINGS,
     "report": BASE | SIBLINGS | {"paper", "eval_report"},

@@ -9,6 +9,7 @@ COMMANDS = {
     "info": "parameters, FLOPs and memory of a preset or a run",
     "list": "presets, methods, and runs under a folder",
     "compare": "put runs side by side: cost and loss",
+    "paper": "run the paper's comparisons or one's own, build their tables",
     "bench": "measure speed, ours and a peer in turn",
     "demo": "train a small GRT within five minutes and show it",
 }

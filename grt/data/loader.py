@@ -13,6 +13,7 @@ import torch
 
 from grt.config import ConfigError
 
+LARGEST_BIGRAMS = 1024  # ids
 BLOCK = 1 << 20  # tokens looked at together when a whole split is read
 
 
@@ -29,6 +30,7 @@ class Split:
         little_endian = np.dtype(dtype).newbyteorder("<")
         self._shards = [np.memmap(folder / shard["file"], little_endian, mode="r") for shard in entry["shards"]]
         self._ends = np.cumsum([len(shard) for shard in self._shards])
+        self.has_bigrams = vocab_size <= LARGEST_BIGRAMS
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens start..start+length-1, int64 (length,), across shard boundaries."""
@@ -42,6 +44,11 @@ class Split:
             out[done : done + len(piece)] = piece
             done += len(piece)
         return out
+
+    def window(self, start: int, context: int) -> tuple[np.ndarray, np.ndarray]:
+        """The window that begins there: ids and their targets, each int64 (T,)."""
+        tokens = self.read(start, context + 1)
+        return tokens[:-1], tokens[1:]
 
     def require(self, n_tokens: int) -> None:
         """Raises ConfigError unless the split holds that many tokens."""
@@ -85,8 +92,8 @@ def batch(
     for row in rows:
         # randrange excludes its bound: the last place is n_starts - 1, and its targets end with the last token.
         k = random.Random(f"window/{seed}/{step}/{slot}/{row}").randrange(split.n_starts(context))
-        windows.append(split.read(split.start(k, context), context + 1))
-    return _ids_and_targets(np.stack(windows))
+        windows.append(split.window(split.start(k, context), context))
+    return _ids_and_targets(windows)
 
 
 def n_windows(split: Split, context: int, limit: int | None = None) -> int:
@@ -110,7 +117,7 @@ def windows(
     n = n_windows(split, context, limit)
     for first in range(0, n, batch_size):
         starts = [split.tile(i, context) for i in range(first, min(first + batch_size, n))]
-        yield _ids_and_targets(np.stack([split.read(start, context + 1) for start in starts]))
+        yield _ids_and_targets([split.window(start, context) for start in starts])
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, where: Path | str) -> None:
@@ -122,11 +129,12 @@ def check_ids(ids: np.ndarray, vocab_size: int, where: Path | str) -> None:
 def bigram_entropy(split: Split) -> float:
     """H(x_t | x_{t-1}) in nats per token, from the split's own bigram counts: what a perfect bigram model would reach.
 
-    Raises ConfigError for vocabularies above 1024, whose tables would be mostly zeros, and for fewer than two tokens.
+    Raises ConfigError for vocabularies above LARGEST_BIGRAMS, whose tables would be mostly zeros, and for fewer than
+    two tokens.
     """
     v = split.vocab_size
-    if v > 1024:
-        raise ConfigError(f"Bigram entropy is for vocabularies up to 1024, not {v}: use the bytes tokenizer.")
+    if v > LARGEST_BIGRAMS:
+        raise ConfigError(f"Bigram entropy is for vocabularies up to {LARGEST_BIGRAMS}, not {v}: use bytes.")
     split.require(2)
     counts = np.zeros(v * v, np.int64)
     for start in range(0, split.n_tokens - 1, BLOCK):
@@ -138,6 +146,6 @@ def bigram_entropy(split: Split) -> float:
     return float((n * np.log(pairs.sum(1)[previous] / n)).sum() / n.sum())
 
 
-def _ids_and_targets(tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    both = torch.from_numpy(tokens)  # (S, T + 1)
-    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+def _ids_and_targets(windows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, targets = zip(*windows, strict=True)
+    return torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(targets))

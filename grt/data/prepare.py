@@ -23,6 +23,7 @@ from grt.data.encode import WorkerDied
 from grt.data.meta import FORMAT
 from grt.data.remote import cache_folder
 from grt.data.shards import Prepared, load_if_intact, load_prepared, read_meta, write_prepared
+from grt.data.tasks import PREFIX, open_task
 from grt.data.texts import Texts
 from grt.data.token_files import find_token_files
 from grt.data.tokenizer import Tokenizer, get_tokenizer
@@ -35,6 +36,8 @@ OURS = re.compile(r"meta\.json|journal\.jsonl|tokenizer\.json|(train|val)-\d{5}\
 
 def open_source(source: str, *, tokenizer: str, val_fraction: float, field: str, **options: Any) -> Prepared:
     """The prepared folder of that name, or text prepared now and cached; either way in this tokenizer's ids."""
+    if source.startswith(PREFIX):
+        return open_task(source, tokenizer)
     if source not in RESERVED and (Path(source) / "meta.json").exists():
         data = load_prepared(Path(source))
         data.require_tokenizer(tokenizer)

@@ -162,7 +162,7 @@ class Trainer:
             f"{self.device.type} ({torch.get_num_threads()} threads); peak {self.state.peak / 1e9:,.0f} GFLOP/s "
             f"({self.state.peak_source})"
         )
-        bigrams = f"; bigram entropy {bigram_entropy(split):.4f} nats" if split.vocab_size <= 1024 else ""
+        bigrams = f"; bigram entropy {bigram_entropy(split):.4f} nats" if split.has_bigrams else ""
         lost = self.train_split.unreachable(model.context)
         if lost:
             bigrams += f"; {lost:,} training tokens are out of reach, in documents shorter than a window"

@@ -1,0 +1,169 @@
+"""`grt paper`: the paper's comparisons, or one's own sweep: run what is missing, build the tables."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from grt.config import ConfigError, at_least
+from grt.options import parse
+
+Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|all|FILE.py")]
+SCALES = ("nano", "small", "medium", "large")
+SEEDS = "1337,42,123"
+
+
+@dataclass
+class Run:
+    """Train what a table or figure needs and is not there yet; what was interrupted goes on."""
+
+    name: Name
+    """An experiment, all of them, or a Python file with RUNS(scale, seeds)."""
+    scale: str = "nano"
+    """nano, small, medium or large."""
+    seeds: str = SEEDS
+    """Seeds, with commas between them."""
+    jobs: int = 1
+    """Runs at a time; they divide the threads among them."""
+    threads: int = 0
+    """CPU threads of all runs together; 0: as many as there are cores."""
+    max_time: str = ""
+    """Save and leave after this long, with exit code 0: 170m, 2h, 90s."""
+    only: list[str] = field(default_factory=list)
+    """Train those alone whose hash begins so, one after the other, in this process (for a job of a cluster)."""
+    sbatch: bool = False
+    """Print a Slurm array of what is missing, and run nothing."""
+    runs: Path = Path("runs/paper")
+    """Where runs are trained."""
+    results: Path = Path("results")
+    """Where finished runs are collected."""
+
+
+@dataclass
+class Build:
+    """Build tables and figures from collected results alone."""
+
+    name: Name
+    """An experiment, all of them, or a Python file with RUNS(scale, seeds)."""
+    scale: str = "nano"
+    """nano, small, medium or large."""
+    seeds: str = SEEDS
+    """Seeds, with commas between them."""
+    results: Path = Path("results")
+    """Where finished runs were collected; tables go beside them."""
+
+
+@dataclass
+class List:
+    """What there is to run and build, and how much of it is done."""
+
+    scale: str = "nano"
+    """nano, small, medium or large."""
+    seeds: str = SEEDS
+    """Seeds, with commas between them."""
+    results: Path = Path("results")
+    """Where finished runs were collected."""
+
+
+def checked(scale: str, seeds: str) -> list[int]:
+    if scale not in SCALES:
+        raise ConfigError(f"--scale is {scale!r}: choose one of {', '.join(SCALES)}.")
+    try:
+        found = [int(seed) for seed in seeds.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds is {seeds!r}: write whole numbers with commas, as in {SEEDS}.") from None
+    if len(set(found)) < len(found):
+        raise ConfigError(f"--seeds is {seeds!r}: name each seed once.")
+    return found
+
+
+def run_run(arguments: list[str]) -> int:
+    command = parse(Run, arguments, "paper run")
+    seeds = checked(command.scale, command.seeds)
+    at_least("--jobs", command.jobs, 1)
+    at_least("--threads", command.threads, 0)
+    from grt.paper.engine import Engine, cores
+    from grt.paper.experiment import experiments
+    from grt.paper.results import Results
+    from grt.paper.slurm import array_script, train_only
+    from grt.train.interrupt import parse_duration
+
+    seconds = parse_duration(command.max_time) if command.max_time else None
+    results = Results(command.results, command.scale, seeds)
+    configs = [c for experiment in experiments(command.name) for c in experiment.runs(command.scale, seeds)]
+    runs = command.runs / command.scale
+    if command.sbatch:
+        print(array_script(configs, results, ["grt", "paper", "run", *without(arguments, "--sbatch")]), end="")
+        return 0
+    if command.only:
+        return train_only(configs, command.only, results, runs, seconds)
+    threads = max(1, (command.threads or cores()) // command.jobs)
+    return Engine(configs, results, runs, command.jobs, threads).run(seconds)
+
+
+def without(arguments: list[str], flag: str) -> list[str]:
+    return [argument for argument in arguments if argument != flag]
+
+
+def run_build(arguments: list[str]) -> int:
+    command = parse(Build, arguments, "paper build")
+    seeds = checked(command.scale, command.seeds)
+    from grt.paper.experiment import experiments
+    from grt.paper.results import Results
+
+    results = Results(command.results, command.scale, seeds)
+    for experiment in experiments(command.name):
+        for path in experiment.build(results).write(results.folder):
+            print(path)
+    return 0
+
+
+def run_list(arguments: list[str]) -> int:
+    command = parse(List, arguments, "paper list")
+    seeds = checked(command.scale, command.seeds)
+    from rich.table import Table
+
+    from grt.paper.experiment import EXPERIMENTS, experiments
+    from grt.paper.results import Results
+    from grt.train.log import Output
+
+    results, table = Results(command.results, command.scale, seeds), Table()
+    for column in ("name", "runs", "done", "what"):
+        table.add_column(column, justify="right" if column in ("runs", "done") else "left")
+    for name, what in EXPERIMENTS.items():
+        configs = experiments(name)[0].runs(command.scale, seeds)
+        done = sum(results.get(config) is not None for config in configs)
+        table.add_row(name, str(len(configs)), str(done), what)
+    Output().print(table)
+    return 0
+
+
+def run_work(arguments: list[str]) -> int:
+    """What `run` starts its runs with."""
+    from grt.paper.worker import work
+
+    runs, results = map(Path, arguments)
+    return work(runs, results)
+
+
+ACTIONS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "list": (run_list, "experiments, and how many of their runs are done"),
+    "run": (run_run, "train what is missing"),
+    "build": (run_build, "tables and figures from what is there"),
+}
+
+
+def run_paper(arguments: list[str]) -> int:
+    name, *rest = arguments or [""]
+    if name in ("-h", "--help"):
+        lines = "\n".join(f"  {action:<6} {what}" for action, (_, what) in ACTIONS.items())
+        print(f"usage: grt paper WHAT ...\n\n{lines}\n\n`grt paper WHAT --help` shows its options.")
+        return 0
+    if name == "work":
+        return run_work(rest)
+    if name not in ACTIONS:
+        given = f"{name!r} is nothing that grt paper does" if name else "say what to do with the paper's tables"
+        raise ConfigError(f"{given}: choose one of {', '.join(ACTIONS)}.")
+    return ACTIONS[name][0](rest)

@@ -1,0 +1,80 @@
+"""An experiment: which runs a table or figure needs, what the paper prints, and how the table is built from results.
+
+It is a Python file with `RUNS(scale, seeds)`, which returns configs, and `build(results)`, which returns a Report; one
+of the paper's (EXPERIMENTS), or a user's own, given by its path.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from grt.config import ConfigError, RunConfig, config_hash
+from grt.paper.report import Report, Table
+from grt.paper.results import Results
+
+# name -> what it is, in the order in which `all` runs them: what decides a recipe first
+EXPERIMENTS = {
+    "learning_rates": "learning rate of every method, and GRT's gate bias, at nano scale",
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str
+    runs: Callable[[str, Sequence[int]], list[RunConfig]]
+    build: Callable[[Results], Report]
+
+
+def experiments(name: str) -> list[Experiment]:
+    """The one of that name or path, or `all` of the paper's. ConfigError where there is none."""
+    if name == "all":
+        return [experiments(known)[0] for known in EXPERIMENTS]
+    if name in EXPERIMENTS:
+        return [_of_module(name, importlib.import_module(f"grt.paper.{name}"))]
+    if name.endswith(".py"):
+        return [_of_file(Path(name))]
+    import difflib
+
+    nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.0)[0]
+    raise ConfigError(f"no experiment {name!r}: did you mean {nearest}? (`grt paper list` shows all.)")
+
+
+def _of_file(path: Path) -> Experiment:
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: give a Python file with RUNS(scale, seeds).")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it.") from error
+    if not callable(getattr(module, "RUNS", None)):
+        raise ConfigError(f"{path} has no RUNS: define RUNS(scale, seeds), which returns a list of RunConfig.")
+    return _of_module(path.stem, module)
+
+
+def _of_module(name: str, module: ModuleType) -> Experiment:
+    def runs(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
+        """Each once, in the order given."""
+        return list({config_hash(config): config for config in module.RUNS(scale, seeds)}.values())
+
+    build = getattr(module, "build", None) or (lambda results: plain(name, runs(results.scale, results.seeds), results))
+    return Experiment(name, runs, build)
+
+
+def plain(name: str, configs: Sequence[RunConfig], results: Results) -> Report:
+    """The table of an experiment that defines none: a row a run."""
+    rows = []
+    for config in configs:
+        run = results.get(config)
+        found = ("not run", "", "") if run is None else (
+            f"{run.loss:.4f}", f"{run.cost['training_flops']:.3e}", f"{run.cost['seconds']:.0f}")  # fmt: skip
+        rows.append((config.name, config.model.layout, f"{config.optim.lr:g}", str(config.train.seed), *found))
+    columns = ("run", "layout", "learning rate", "seed", "loss", "training FLOPs", "seconds")
+    return Report(name, [Table(name, "Validation loss at full depth, nats per token.", columns, rows)])

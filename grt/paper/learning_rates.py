@@ -1,0 +1,54 @@
+"""Learning rate of every method at nano scale, and GRT's gate bias: what decides the recipe of all other nano tables.
+
+One seed; the smallest validation loss at full depth wins, and recipes.py writes it down.
+"""
+
+from collections.abc import Sequence
+
+from grt.config import RunConfig
+from grt.paper.recipes import METHODS, NANO_FACTOR, NANO_GATE_BIAS, NANO_LR, nano, with_seeds
+from grt.paper.report import Report, Table
+from grt.paper.results import Results
+
+FACTORS = (0.5, 1.0, 2.0)
+GATE_BIASES = (4.0, 0.0, -2.0)
+ROWS = ("dense", *METHODS)
+
+
+def RUNS(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
+    """Under the first seed. Only at nano: the other scales have the paper's rate."""
+    if scale != "nano":
+        return []
+    middle = [nano(name, 1.0) for name in ROWS]
+    biases = [nano("grt", 1.0, bias) for bias in GATE_BIASES]
+    around = [nano(name, factor, -2.0) for factor in FACTORS for name in ROWS]
+    return with_seeds([*middle, *biases, *around], seeds[:1])
+
+
+def build(results: Results) -> Report:
+    def loss(config: RunConfig) -> float | None:
+        [config] = with_seeds([config], results.seeds[:1])
+        run = results.get(config)
+        return None if run is None else run.loss
+
+    def cells(losses: list[float | None]) -> list[str]:
+        best = min((value for value in losses if value is not None), default=None)
+        return ["not run" if v is None else f"**{v:.4f}**" if v == best else f"{v:.4f}" for v in losses]
+
+    rates = Table(
+        "learning_rates",
+        f"Validation loss at full depth by peak learning rate; one seed ({results.seeds[0]}).",
+        ("method", *(f"{factor * NANO_LR:g}" for factor in FACTORS), "in use"),
+        [
+            (name, *cells([loss(nano(name, factor, -2.0)) for factor in FACTORS]),
+             f"{NANO_FACTOR.get(name, 1.0) * NANO_LR:g}")
+            for name in ROWS
+        ],
+    )  # fmt: skip
+    biases = Table(
+        "gate_bias",
+        f"GRT by gate bias at learning rate {NANO_LR:g}; one seed ({results.seeds[0]}).",
+        ("", *(f"{bias:+g}" for bias in GATE_BIASES), "in use"),
+        [("grt", *cells([loss(nano("grt", 1.0, bias)) for bias in GATE_BIASES]), f"{NANO_GATE_BIAS:+g}")],
+    )
+    return Report("Learning rates and gate bias at nano scale", [rates, biases])

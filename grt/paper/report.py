@@ -1,0 +1,103 @@
+"""What a table or figure of the paper is built into: Markdown, CSV and LaTeX of each table, a PNG of each figure."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grt.train.checkpoint import replace_file
+
+
+@dataclass
+class Table:
+    """Rows of text under `columns`; the first column is a name. An empty cell means: not applicable."""
+
+    name: str
+    caption: str
+    columns: Sequence[str]
+    rows: list[Sequence[str]]
+
+    def markdown(self) -> str:
+        rule = "|".join("---" if i == 0 else "---:" for i in range(len(self.columns)))
+        lines = [f"| {' | '.join(row)} |" for row in [self.columns, *self.rows]]
+        return "\n".join([self.caption, "", lines[0], f"|{rule}|", *lines[1:], ""])
+
+    def csv(self) -> str:
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([self.columns, *self.rows])
+        return out.getvalue()
+
+    def latex(self) -> str:
+        body = [f"    {' & '.join(map(_escape, row))} \\\\" for row in self.rows]
+        return "\n".join(
+            [
+                r"\begin{table}[t]",
+                r"  \centering",
+                f"  \\caption{{{_escape(self.caption)}}}",
+                f"  \\label{{{self.name.replace('_', ':', 1)}}}",
+                f"  \\begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}",
+                r"    \toprule",
+                f"    {' & '.join(map(_escape, self.columns))} \\\\",
+                r"    \midrule",
+                *body,
+                r"    \bottomrule",
+                r"  \end{tabular}",
+                r"\end{table}",
+                "",
+            ]
+        )
+
+
+LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "±": r"$\pm$", "×": r"$\times$",
+         "`": "", "<": r"$<$", ">": r"$>$", "^": r"\^{}", "−": "$-$"}  # fmt: skip
+
+
+def _escape(text: str) -> str:
+    return "".join(LATEX.get(character, character) for character in text)
+
+
+@dataclass
+class Report:
+    """`figures`: name -> a function that draws on matplotlib axes. `notes`: sentences under the tables."""
+
+    title: str
+    tables: list[Table]
+    figures: dict[str, Callable[[Any], None]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        parts = [f"# {self.title}", "", *(table.markdown() for table in self.tables)]
+        parts += [f"![{name}]({name}.png)\n" for name in self.figures]
+        return "\n".join([*parts, *(f"{note}\n" for note in self.notes)])
+
+    def write(self, folder: Path) -> list[Path]:
+        """NAME.md with everything, NAME.csv and NAME.tex of each table, NAME.png of each figure: their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {f"{self.tables[0].name}.md": self.markdown()}
+        for table in self.tables:
+            files |= {f"{table.name}.csv": table.csv(), f"{table.name}.tex": table.latex()}
+        for name, text in files.items():
+            replace_file(folder / name, text)
+        return [folder / name for name in files] + [
+            _draw(draw, folder / f"{n}.png") for n, draw in self.figures.items()
+        ]
+
+
+def _draw(draw: Callable[[Any], None], out: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        draw(axes)
+        figure.savefig(temporary, dpi=120, format="png", metadata={"Software": ""})
+        temporary.replace(out)
+    finally:
+        plt.close(figure)
+        temporary.unlink(missing_ok=True)
+    return out

@@ -1,0 +1,125 @@
+"""results/SCALE/runs: what finished runs left behind, without weights, found by the hash of their config.
+
+A run's folder holds config.json, env.json, metrics.jsonl (every 20th training step) and result.json: the loss at each
+depth on the first 256 validation windows, and what the run cost. It appears whole or not at all.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.presets import change
+
+WINDOWS = 256
+LOGGED = 20  # every such training step is kept
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. `evaluation`: as `grt eval --json`; `cost`: as a row of `grt compare --json`."""
+
+    folder: Path
+    config: RunConfig
+    evaluation: dict[str, Any]
+    cost: dict[str, Any]
+
+    @property
+    def loss(self) -> float:
+        """Nats per token at full depth."""
+        return self.evaluation["loss"]
+
+    @property
+    def by_depth(self) -> dict[int, float]:
+        return {int(k): loss for k, loss in self.evaluation["loss_by_depth"].items()}
+
+    @property
+    def inference_flops(self) -> float:
+        """Executed FLOPs per token at full depth, the head included."""
+        depths = self.evaluation["depths"]
+        return depths[max(depths, key=int)]["flops_per_token"]
+
+    @property
+    def accuracy(self) -> dict[int, dict[str, float]]:
+        """Of a depth task: depth -> what is counted -> share that is right."""
+        return {int(k): shares for k, shares in self.evaluation.get("accuracy_by_depth", {}).items()}
+
+
+class Results:
+    """Those of one scale under a results folder. `asked` remembers which configs a table looked for."""
+
+    def __init__(self, root: Path, scale: str, seeds: Sequence[int]) -> None:
+        self.folder, self.scale, self.seeds = root / scale, scale, tuple(seeds)
+
+    @cached_property
+    def runs(self) -> dict[str, Result]:
+        """Hash -> finished run. ConfigError names a folder whose files are damaged."""
+        found = {}
+        for path in sorted((self.folder / "runs").glob("*/result.json")):
+            if path.parent.name.startswith("."):
+                continue
+            config = load(path.parent / "config.json")
+            try:
+                document = json.loads(path.read_text(encoding="utf-8"))
+                result = Result(path.parent, config, document["evaluation"], document["cost"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path} is damaged ({error}): remove its folder and run it again.") from None
+            found[config_hash(config)] = result
+        return found
+
+    def get(self, config: RunConfig) -> Result | None:
+        return self.runs.get(config_hash(config))
+
+    def by_seed(self, config: RunConfig) -> dict[int, Result]:
+        """The finished runs of a config under the seeds that were asked for."""
+        found = {seed: self.get(change(config, train={"seed": seed})) for seed in self.seeds}
+        return {seed: result for seed, result in found.items() if result is not None}
+
+    def losses(self, config: RunConfig) -> dict[int, float]:
+        """Seed -> loss at full depth."""
+        return {seed: result.loss for seed, result in self.by_seed(config).items()}
+
+
+def collect(run: Path, results: Path) -> Path:
+    """Evaluate a finished run and copy what made it into `results`/runs; returns that folder."""
+    from grt.eval_report import evaluation_report
+    from grt.train.compare import Finished
+    from grt.train.log import read_metrics
+
+    config = load(run / "config.json")
+    environment = json.loads((run / "env.json").read_text(encoding="utf-8"))
+    environment["command"] = f"grt train --config config.json --out runs/{run.name}"
+    name = f"{config.name}-{config.train.seed}-{config_hash(config)[:8]}"
+    report = evaluation_report(run, limit=WINDOWS, batch_size=64, dtype=environment["dtype"])
+    cost = Finished(run).row()
+    report["run"] = cost["run"] = name
+    for ephemeral in ("commit", "seconds"):  # the run's own are in env.json and in its cost
+        report.pop(ephemeral)
+    rows = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] != "train" or r["step"] % LOGGED in (0, 1)]
+    files = {
+        "config.json": (run / "config.json").read_text(encoding="utf-8"),
+        "env.json": json.dumps(environment, indent=1) + "\n",
+        "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "result.json": json.dumps({"evaluation": report, "cost": cost}, indent=1) + "\n",
+    }
+    return _write(results / "runs" / name, files)
+
+
+def _write(folder: Path, files: dict[str, str]) -> Path:
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    temporary.mkdir(parents=True)
+    try:
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        if folder.exists():  # another process was faster, or result.json was lost
+            shutil.rmtree(folder)
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder

@@ -1,0 +1,48 @@
+"""The same runs on a cluster: a Slurm array with a run a task, and what each of its tasks does."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from grt.config import ConfigError, RunConfig, config_hash
+from grt.paper.results import Results
+from grt.paper.worker import train_and_collect
+
+SHOWN = 12  # digits of a hash, more than enough to tell runs apart
+
+
+def array_script(configs: Sequence[RunConfig], results: Results, command: Sequence[str]) -> str:
+    """A script for sbatch that trains what is not in `results`; `command` is the call that it stands for. ConfigError
+    where nothing is missing."""
+    missing = {config_hash(c)[:SHOWN]: c for c in configs if results.get(c) is None}
+    if not missing:
+        raise ConfigError("nothing is missing: all runs are in the results.")
+    named = "\n".join(f"  {hash_}  # {c.name}, seed {c.train.seed}" for hash_, c in missing.items())
+    return f"""#!/bin/bash
+#SBATCH --job-name=grt-paper
+#SBATCH --array=0-{len(missing) - 1}
+#SBATCH --gpus=1
+#SBATCH --requeue
+#SBATCH --signal=TERM@120
+# Submit from the folder that has the results. A task that was ended early goes on when it is submitted again.
+RUNS=(
+{named}
+)
+exec {shlex.join(command)} --only "${{RUNS[$SLURM_ARRAY_TASK_ID]}}"
+"""
+
+
+def train_only(
+    configs: Sequence[RunConfig], prefixes: Sequence[str], results: Results, runs: Path, max_seconds: float | None
+) -> int:
+    """Train those whose hash begins with one of `prefixes`. ConfigError for a prefix of none or of several."""
+    hashes = {config_hash(c): c for c in configs}
+    for prefix in prefixes:
+        found = [hash_ for hash_ in hashes if hash_.startswith(prefix)]
+        if len(found) != 1:
+            raise ConfigError(f"--only {prefix} names {len(found)} runs: give more of the hash, as --sbatch prints it.")
+        if results.get(hashes[found[0]]) is None:
+            code = train_and_collect(hashes[found[0]], runs, results.folder, max_seconds)
+            if code:
+                return code
+    return 0
