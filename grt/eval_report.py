@@ -94,15 +94,14 @@ def evaluation_report(
     result = evaluate(model, split, depths=depths, routing=routing, **options)
     if routing == "topk":
         warnings.warn("routing topk looks at later tokens: this loss leaks them, it is not a result", stacklevel=2)
-    losses, R = result.loss_by_depth, config.model.blocks.R
+    losses = result.loss_by_depth
     if not all(map(math.isfinite, [*losses.values(), *result.extras.values()])):
         raise ConfigError(f"the loss of {run} is not finite: its weights are broken, use another checkpoint.")
     added: dict[str, Any] = {"extras": result.extras} if result.extras else {}
     if both:
         added["topk_loss"] = evaluate(model, split, depths=[max(losses)], routing="topk", **options).deepest
     if isinstance(split, TaskSplit):
-        accuracy = accuracy_by_depth(model, split, depths=sorted(losses), **options)
-        added["accuracy_by_depth"] = {str(k): shares for k, shares in accuracy.items()}
+        added["accuracy_by_depth"] = accuracy_by_depth(model, split, depths=sorted(losses), **options)
     if kv:
         added["sharing"] = sharing_rows(model, config, split, data, kv, cloze, max(losses), **options)
     return {
@@ -112,7 +111,7 @@ def evaluation_report(
         "windows": result.windows,
         "dtype": dtype_name(precision),
         "device": where.type,
-        "loss": result.deepest if depths else losses[R],
+        "loss": result.deepest if depths else losses[config.model.blocks.R],
         "loss_by_depth": {str(k): loss for k, loss in losses.items()},
         "depths": _depth_rows(result, model),
         "kv": "full",
@@ -196,13 +195,13 @@ def show_extras(extras: dict[str, float]) -> None:
         console.print(table)
 
 
-def show_accuracy(accuracy: dict[str, dict[str, float]]) -> None:
+def show_accuracy(accuracy: dict[int, dict[str, float]]) -> None:
     groups = next(iter(accuracy.values()))
     table = Table(title="share of answers that are right, the tokens before them given")
     for column in ("depth", *groups):
         table.add_column(column, justify="right")
     for k, shares in accuracy.items():
-        table.add_row(k, *(f"{shares[group]:.4f}" for group in groups))
+        table.add_row(str(k), *(f"{shares[group]:.4f}" for group in groups))
     console.print(table)
 
 

@@ -27,7 +27,7 @@ def run_info(arguments: list[str]) -> int:
     if bool(command.what) == command.table1:
         raise ConfigError("name a preset or a run's folder, or ask for --table1 alone.")
     if command.table1:
-        from grt.paper.tab_main import show_table1, table1
+        from grt.paper.sizes import show_table1, table1
 
         report, show = table1(), show_table1
     else:

@@ -18,6 +18,13 @@ from grt.paper.results import Results
 # name -> what it is, in the order in which `all` runs them: what decides a recipe first
 EXPERIMENTS = {
     "learning_rates": "learning rate of every method, and GRT's gate bias, at nano scale",
+    "tab_main": "tab:main, the compared methods at equal tokens",
+    "tab_seeds": "tab:seeds, dense and GRT over seeds",
+    "ablation_ladder": "fig:ablation_ladder, tab:ablation_ladder_2k: one component a row",
+    "fixed_depth": "sampled against fixed depth in training",
+    "depth_tasks": "p-hop induction and addition, accuracy at every depth, at nano scale",
+    "equal_flops": "dense, GRT and Poisson at equal training FLOPs",
+    "prose": "the six models on prose, at nano scale",
 }
 
 

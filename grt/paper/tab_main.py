@@ -1,20 +1,17 @@
-"""tab:main: sizes and FLOPs as the paper prints them, beside the closed forms of grt/model/cost.py.
+"""tab:main: the compared methods at equal block executions (isoFLOP) and at equal unique blocks (isoParam).
 
-The printed FLOPs follow from eq:flops in no unit and at no sequence length that we found, so all of them are marked;
-their ratios to the dense row, which need no unit, are the ones to compare.
+At nano scale: isoFLOP alone, and one more dense model, of as many unique blocks as the recurrent ones (3L).
+Losses of the paper are of other text and 9.8 billion tokens: differences between rows compare, losses do not.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
-from rich.table import Table
-
-from grt.methods import build_model
-from grt.model import cost
-from grt.presets import preset
-from grt.train.log import Output
-
-CONVENTIONS = ("total", "without_positions", "without_embeddings")
+from grt.config import RunConfig
+from grt.paper.compare import Claim, claims_table, costs_table
+from grt.paper.recipes import METHODS, row, with_seeds
+from grt.paper.report import Report
+from grt.paper.results import Results
 
 
 class Printed(NamedTuple):
@@ -58,75 +55,51 @@ EXPECTED: dict[str, Printed] = {
     "grt-large-isoparam": Printed(109.0, 779, 2.65),
 }
 
-
-def costs(name: str) -> dict[str, Any]:
-    """Parameters in three conventions; FLOPs per token at the paper's T = 1,024, head apart: eq:flops and executed."""
-    config = preset(name).model
-    with torch.device("meta"):
-        model = build_model(config)
-    counted = cost.parameters(model)
-    return {
-        "layout": config.layout,
-        "parameters": {convention: counted[convention] for convention in CONVENTIONS},
-        "flops_per_token": {
-            "paper": cost.paper_flops(config, config.context),
-            "executed": cost.executed_flops(model, config.blocks.R, config.context),
-        },
-    }
+REGIMES = ("isoflop", "isoparam")
 
 
-def table1() -> dict[str, Any]:
-    """The document of `grt info --table1`: per row what the paper prints, what we derive, and whether they differ.
-
-    Parameters differ where the printed number is ours in none of the three conventions, rounded to millions; FLOPs
-    where eq:flops per token or per sequence of 1,024, rounded as printed, does not give it. `ratio`: to the dense row.
-    """
-    rows, dense = [], {}
-    for name, printed in EXPECTED.items():
-        ours, size = costs(name), name.split("-")[1]
-        flops = ours["flops_per_token"]["paper"]
-        if name.startswith("dense"):
-            dense[size] = (printed.flops, flops, ours["flops_per_token"]["executed"])
-        digits = len(f"{printed.flops:g}".partition(".")[2])
-        of_dense = dense[size]
-        rows.append(
-            {
-                "name": name,
-                "paper": {"parameters": printed.parameters * 10**6, "flops": printed.flops * 1e9, "loss": printed.loss},
-                **ours,
-                "ratio": {
-                    "paper": printed.flops / of_dense[0],
-                    "derived": flops / of_dense[1],
-                    "executed": ours["flops_per_token"]["executed"] / of_dense[2],
-                },
-                "differs": {
-                    "parameters": printed.parameters not in {round(n / 1e6) for n in ours["parameters"].values()},
-                    "flops": printed.flops not in {round(flops * n / 1e9, digits) for n in (1, 1024)},
-                },
-            }
-        )
-    return {"table": "tab:main", "tokens": 1024, "rows": rows}
+def configs(scale: str, regime: str) -> dict[str, RunConfig]:
+    """Row -> config; rows that the paper has at this scale, or, at nano, what two cores can afford."""
+    names = ["dense", *METHODS]
+    if scale == "nano":
+        names = ["dense", "dense-3L", *METHODS] if regime == "isoflop" else []
+    else:
+        names = [n for n in names if n == "dense" or f"{n}-{scale}-{regime}" in EXPECTED]
+    return {name: row(name, scale, regime) for name in names}
 
 
-def show_table1(report: dict[str, Any]) -> None:
-    table = Table(title="tab:main: the paper's sizes and FLOPs beside ours; ! where they differ")
-    for column in ("model", "layout", "params, paper (M)", "total (M)", "- wpe", "- wte", "FLOPs, paper (G)",
-                   "eq:flops, token (M)", "sequence (G)", "ratio, paper", "eq:flops", "executed"):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("model", "layout") else "right")
-    for row in report["rows"]:
-        paper, differs, flops = row["paper"], row["differs"], row["flops_per_token"]["paper"]
-        table.add_row(
-            row["name"], row["layout"],
-            f"{paper['parameters'] / 1e6:.0f}{' !' if differs['parameters'] else '  '}",
-            *(f"{row['parameters'][convention] / 1e6:.2f}" for convention in CONVENTIONS),
-            f"{paper['flops'] / 1e9:g}{' !' if differs['flops'] else '  '}",
-            f"{flops / 1e6:,.1f}", f"{flops * 1024 / 1e9:,.1f}",
-            *(f"{row['ratio'][of]:.3f}" for of in ("paper", "derived", "executed")),
-        )  # fmt: skip
-    console = Output()
-    console.print(table)
-    console.print(
-        "total: every parameter once, the tied embedding included; - wpe: without positions; - wte: without either "
-        "embedding. ratio: to the dense row; eq:flops adds 10 d^2 a recurrence whatever the method, executed is what "
-        "this code runs (MoR at its capacities). Head apart everywhere."
-    )
+def RUNS(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
+    return with_seeds([config for regime in REGIMES for config in configs(scale, regime).values()], seeds)
+
+
+def claims(scale: str, regime: str) -> list[Claim]:
+    """GRT against every other row, as printed; nano is held to the claims at small size."""
+    size = "small" if scale == "nano" else scale
+
+    def printed(name: str) -> float | None:
+        found = EXPECTED.get(f"dense-{size}" if name == "dense" else f"{name}-{size}-{regime}")
+        return None if found is None else found.loss
+
+    ours = printed("grt")
+    assert ours is not None
+    found = {name: printed(name) for name in ("dense", *METHODS) if name != "grt"}
+    return [Claim("grt", name, round(ours - loss, 3)) for name, loss in found.items() if loss is not None]
+
+
+def build(results: Results) -> Report:
+    tables, notes = [], []
+    for regime in REGIMES:
+        rows = configs(results.scale, regime)
+        if not rows:
+            notes.append(f"{regime}: not run at {results.scale} scale (its cores would be as deep as the dense model).")
+            continue
+        name = f"tab_main_{regime}"
+        printed = {
+            n: EXPECTED.get(f"dense-{results.scale}" if n == "dense" else f"{n}-{results.scale}-{regime}") for n in rows
+        }
+        losses = {n: f"{p.loss:.2f}" for n, p in printed.items() if p is not None}
+        caption = f"tab:main, {regime}, {results.scale}: equal tokens; loss at full depth in nats per token."
+        tables.append(costs_table(name, caption, rows, results, losses))
+        more = [Claim("grt", "dense-3L", None)] if "dense-3L" in rows else []
+        tables.append(claims_table(f"{name}_claims", rows, results, [*claims(results.scale, regime), *more]))
+    return Report(f"tab:main at {results.scale} scale", tables, {}, notes)

@@ -1,0 +1,125 @@
+"""Depth tasks: does recurrence compute what few layers cannot? Accuracy at every depth, nano scale only.
+
+p-hop induction and addition (grt/data/tasks.py). Six methods of layout 1+1x6+1, dense models of as many unique blocks
+(3L) and of as many block executions (8L); the methods that draw a depth also at fixed depth. The paper's gate bias of
++4: on these tasks it mattered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from grt.config import RunConfig
+from grt.paper.compare import NOT_RUN
+from grt.paper.fixed_depth import SAMPLED
+from grt.paper.recipes import METHODS, with_seeds
+from grt.paper.report import Report, Table
+from grt.paper.results import Result, Results
+from grt.paper.statistics import below, summary
+from grt.presets import change, preset
+
+TASKS = {"p-hop, 4 hops": "task:p-hop:4", "p-hop, 8 hops": "task:p-hop:8", "addition, 2 to 6": "task:addition:6"}
+ROWS = ("dense", "dense-3L", *METHODS, *(f"{name}-fixed" for name in SAMPLED))
+
+
+def config(name: str, task: str) -> RunConfig:
+    """Width 64, 64 tokens, 32 sequences a step in one slot, 2,000 steps."""
+    base, _, variant = name.partition("-")
+    found = change(
+        preset(f"{base}-nano"),
+        model={"d_model": 64, "n_heads": 4, "context": 64, "gate_bias": 4.0},
+        data={"path": task},
+        optim={"lr": 1e-3, "warmup_steps": 100},
+        train={
+            "steps": 2000, "tokens_per_step": 32 * 64, "batch_size": 32, "dtype": "fp32", "eval_every": 500,
+            "eval_windows": 256, "checkpoint_every": 500, "keep": 1,
+        },
+    )  # fmt: skip
+    if variant == "3L":
+        found = change(found, model={"layout": "3L"})
+    if variant == "fixed":
+        found = change(found, train={"depth": "fixed"})
+    return replace(found, name=f"{name}-{task.split(':', 1)[1].replace(':', '-')}")
+
+
+def RUNS(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
+    return (
+        with_seeds([config(name, task) for task in TASKS.values() for name in ROWS], seeds) if scale == "nano" else []
+    )
+
+
+def share(run: Result, depth: int) -> float:
+    """Of the answers that are right, mean over what is counted apart (numbers of operands)."""
+    shares = run.accuracy[depth]
+    return sum(shares.values()) / len(shares)
+
+
+def build(results: Results) -> Report:
+    tables = [accuracy_table(label, task, results) for label, task in TASKS.items()]
+    tables.append(claims(results))
+    figures = {"depth_tasks": lambda axes: draw(axes, results)}
+    notes = ["Chance is .25 for p-hop. Addition counts exact sums, mean over the numbers of operands."]
+    return Report("Depth tasks", tables, figures, notes)
+
+
+def accuracy_table(label: str, task: str, results: Results) -> Table:
+    depths = range(7)
+    body = []
+    for name in ROWS:
+        runs = list(results.by_seed(config(name, task)).values())
+        if not runs:
+            body.append([name, *[""] * len(depths), NOT_RUN, "", "0"])
+            continue
+        full = max(runs[0].accuracy)
+        cells = [f"{summary([share(run, k) for run in runs]).mean:.3f}" if full else "" for k in depths]
+        whole = summary([share(run, full) for run in runs])
+        spread = "" if whole.half is None else f"{whole.half:.3f}"
+        body.append([name, *cells, f"{whole.mean:.3f}", spread, str(len(runs))])
+    columns = ["model", *(f"depth {k}" for k in depths), "full", "±", "seeds"]
+    return Table(
+        f"depth_tasks_{task.split(':', 1)[1].replace(':', '_').replace('-', '_')}", f"Accuracy, {label}.", columns, body
+    )
+
+
+def claims(results: Results) -> Table:
+    """Is GRT's error at full depth below another row's? Paired by seed."""
+    body = []
+    for label, task in TASKS.items():
+        errors = {
+            name: {seed: 1 - share(run, max(run.accuracy)) for seed, run in results.by_seed(config(name, task)).items()}
+            for name in ROWS
+        }
+        for other in ROWS:
+            if other != "grt":
+                found = below(errors["grt"], errors[other])
+                difference = found.difference
+                body.append(
+                    [
+                        f"{label}: grt - {other}",
+                        NOT_RUN if difference is None else f"{-difference.mean:+.3f}",
+                        "" if difference is None or difference.half is None else f"{difference.half:.3f}",
+                        {"holds": "grt better", "fails": "grt worse"}.get(found.verdict, found.verdict),
+                    ]
+                )
+    columns = ("accuracy", "difference", "smallest that could show", "verdict")
+    return Table("depth_tasks_claims", "Accuracy at full depth, paired by seed.", columns, body)
+
+
+def draw(axes: Any, results: Results) -> None:
+    """Accuracy over depth on the hardest p-hop; dense models as lines across."""
+    task = TASKS["p-hop, 8 hops"]
+    for i, name in enumerate(ROWS):
+        runs = list(results.by_seed(config(name, task)).values())
+        if not runs:
+            continue
+        depths = sorted(runs[0].accuracy)
+        means = [summary([share(run, k) for run in runs]).mean for k in depths]
+        if len(depths) == 1:
+            axes.axhline(means[0], ls="--", color=f"C{i}", label=name)
+        else:
+            axes.plot(depths, means, marker="o", ms=3, color=f"C{i}", label=name)
+    axes.set_xlabel("depth")
+    axes.set_ylabel("accuracy, 8 hops")
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend(fontsize=7)

@@ -1,0 +1,54 @@
+"""Dense, GRT and Poisson at equal training FLOPs: whoever is cheaper a token reads more of them.
+
+steps_m = steps_dense x F_dense / F_m, F being the training FLOPs of a token (forward and backward as executed, under
+the method's own depth sampler, head included); warm-up and cosine are stretched with the steps.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from grt.config import RunConfig
+from grt.methods import build_model, depth_sampler
+from grt.model import cost
+from grt.paper.compare import Claim, claims_table, costs_table
+from grt.paper.recipes import row, with_seeds
+from grt.paper.report import Report
+from grt.paper.results import Results
+from grt.presets import change
+
+ROWS = ("grt", "poisson")
+
+
+def flops_per_token(config: RunConfig) -> float:
+    with torch.device("meta"):
+        model = build_model(config.model)
+    sampler = depth_sampler(config.model, config.train.depth)
+    return cost.mean_over_depths(sampler, lambda depth: cost.training_flops(model, depth, config.model.context))
+
+
+def stretched(config: RunConfig, dense: RunConfig) -> RunConfig:
+    """The same recipe over as many steps as cost what the dense model's training costs."""
+    factor = flops_per_token(dense) / flops_per_token(config)
+    warmup = round(config.optim.warmup_steps * factor)
+    return change(config, train={"steps": round(dense.train.steps * factor)}, optim={"warmup_steps": warmup})
+
+
+def configs(scale: str) -> dict[str, RunConfig]:
+    dense = row("dense", scale)
+    return {"dense": dense, **{name: stretched(row(name, scale), dense) for name in ROWS}}
+
+
+def RUNS(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
+    return with_seeds(list(configs(scale).values()), seeds)
+
+
+def build(results: Results) -> Report:
+    rows = configs(results.scale)
+    caption = f"Equal training FLOPs at {results.scale} scale: loss at full depth in nats per token."
+    claims = [Claim("grt", "dense", None), Claim("grt", "poisson", None), Claim("poisson", "dense", None)]
+    tables = [
+        costs_table("equal_flops", caption, rows, results),
+        claims_table("equal_flops_claims", rows, results, claims),
+    ]
+    return Report(f"Equal training FLOPs at {results.scale} scale", tables)

@@ -1,0 +1,38 @@
+"""The six models once more on prose, one seed: does the order of tab:main depend on the text?
+
+The text is the user's: a folder `data/prose` where `grt paper run` is called. The committed runs read 61 MB of fiction,
+non-fiction and textbooks; each run's env.json has the sha256.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from grt.config import RunConfig
+from grt.paper.compare import costs_table
+from grt.paper.recipes import METHODS, row, with_seeds
+from grt.paper.report import Report
+from grt.paper.results import Results
+from grt.presets import change
+
+PROSE = "data/prose"
+
+
+def configs(scale: str) -> dict[str, RunConfig]:
+    """Row -> config; nano scale only."""
+    if scale != "nano":
+        return {}
+    rows = {name: row(name, scale) for name in ("dense", "dense-3L", *METHODS)}
+    return {n: replace(change(c, data={"path": PROSE}), name=f"{n}-prose") for n, c in rows.items()}
+
+
+def RUNS(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
+    return with_seeds(list(configs(scale).values()), seeds[:1])
+
+
+def build(results: Results) -> Report:
+    caption = f"On prose instead of code, one seed: loss at full depth in nats per byte, {results.scale} scale."
+    rows = configs(results.scale)
+    tables = [costs_table("prose", caption, rows, results)]
+    hashes = {run.evaluation["data"]["sha256"] for c in rows.values() for run in results.by_seed(c).values()}
+    notes = [f"sha256 of the validation tokens: {', '.join(sorted(hashes)) or 'not run'}."]
+    return Report(f"Prose at {results.scale} scale", tables, {}, notes)
