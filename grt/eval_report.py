@@ -83,13 +83,12 @@ def evaluation_report(
     """
     start = time.perf_counter()
     where = resolve_device(device)
-    checkpoint, config = find_checkpoint(run)
-    model, _ = load_model(checkpoint, where)
+    checkpoint, _ = find_checkpoint(run)
+    model, config = load_model(checkpoint, where)
     check_sharing(model, kv, cloze)
     split = known_text(run, checkpoint, config, data)
-    precision = resolve_dtype(dtype, where, config.model.d_model)
+    options = {"limit": limit, "batch_size": batch_size, "dtype": resolve_dtype(dtype, where, config.model.d_model)}
     both = routing is None and model.rule.routing is not None
-    options = {"limit": limit, "batch_size": batch_size, "dtype": precision}
     routing = "threshold" if both else routing
     result = evaluate(model, split, depths=depths, routing=routing, **options)
     if routing == "topk":
@@ -109,7 +108,7 @@ def evaluation_report(
         "step": read_manifest(checkpoint)["step"],
         "data": {"path": data or config.data.path, "sha256": split.sha256, "tokens": split.n_tokens},
         "windows": result.windows,
-        "dtype": dtype_name(precision),
+        "dtype": dtype_name(options["dtype"]),
         "device": where.type,
         "loss": result.deepest if depths else losses[config.model.blocks.R],
         "loss_by_depth": {str(k): loss for k, loss in losses.items()},
