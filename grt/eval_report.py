@@ -93,9 +93,7 @@ def evaluation_report(
     result = evaluate(model, split, depths=depths, routing=routing, **options)
     if routing == "topk":
         warnings.warn("routing topk looks at later tokens: this loss leaks them, it is not a result", stacklevel=2)
-    losses = result.loss_by_depth
-    if not all(map(math.isfinite, [*losses.values(), *result.extras.values()])):
-        raise ConfigError(f"the loss of {run} is not finite: its weights are broken, use another checkpoint.")
+    losses = finite_losses(result, run)
     added: dict[str, Any] = {"extras": result.extras} if result.extras else {}
     if both:
         added["topk_loss"] = evaluate(model, split, depths=[max(losses)], routing="topk", **options).deepest
@@ -122,6 +120,12 @@ def evaluation_report(
         "bigram_entropy": bigram_entropy(split) if split.has_bigrams else None,
         **added,
     }
+
+
+def finite_losses(result: Evaluation, run: Path) -> dict[int, float]:
+    if not all(map(math.isfinite, [*result.loss_by_depth.values(), *result.extras.values()])):
+        raise ConfigError(f"the loss of {run} is not finite: its weights are broken, use another checkpoint.")
+    return result.loss_by_depth
 
 
 def check_sharing(model: RecurrentDepthModel, kv: Sequence[str], cloze: int) -> None:

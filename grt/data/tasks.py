@@ -67,6 +67,8 @@ class TaskSplit(Split):
 class TaskData(Prepared):
     """What stands in the place of a prepared folder."""
 
+    splits: dict[str, TaskSplit]
+
     def __init__(self, source: str, make: Callable, spans: Callable[[np.ndarray], Iterator[Span]]):
         splits = {name: TaskSplit(source, name, make, spans) for name in ("train", "val")}
         entries = {name: {"sha256": split.sha256, "tokens": split.n_tokens} for name, split in splits.items()}
