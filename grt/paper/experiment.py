@@ -25,6 +25,8 @@ EXPERIMENTS = {
     "depth_tasks": "p-hop induction and addition, accuracy at every depth, at nano scale",
     "equal_flops": "dense, GRT and Poisson at equal training FLOPs",
     "prose": "the six models on prose, at nano scale",
+    "tab_method_comparison": "what each method does, found by running it",
+    "tab_hyperparams": "the paper's configurations beside the presets",
     "study": "all of it on two pages (README.md)",
 }
 
