@@ -12,7 +12,7 @@ from grt.paper.compare import NOT_RUN
 from grt.paper.report import Report, Table
 from grt.paper.results import Results
 
-COMMAND = "grt eval models/grt-nano --windows 64 --batch-size 64 --kv full first last mean mod:2 first:all --cloze 2000 --json"
+COMMAND = "grt eval models/grt-nano --windows 64 --kv full first last mean mod:2 first:all --cloze 2000 --json"
 SOURCE = "kvcache_bar.json"
 # HellaSwag of the medium model in percent (tab:decode_mem); the figure (large model) orders mean best, last worst.
 EXPECTED = {"full": 33.65, "mean": 33.90}
