@@ -27,6 +27,7 @@ EXPERIMENTS = {
     "prose": "the six models on prose, at nano scale",
     "tab_method_comparison": "what each method does, found by running it",
     "tab_hyperparams": "the paper's configurations beside the presets",
+    "fig_kvcache_bar": "fig:kvcache_bar, sharing keys and values on the committed grt-nano",
     "study": "all of it on two pages (README.md)",
 }
 
