@@ -45,7 +45,9 @@ def train_only(
     for prefix in prefixes:
         found = [hash_ for hash_ in hashes if hash_.startswith(prefix)]
         if len(found) != 1:
-            raise ConfigError(f"--only {prefix} names {len(found)} runs: give more of the hash, as --sbatch prints it.")
+            raise ConfigError(
+                f"--only {prefix!r} names {len(found)} runs: give more of the hash, as --sbatch prints it."
+            )
         chosen.append(hashes[found[0]])
     deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
     for config in chosen:
