@@ -60,7 +60,8 @@ class Engine:
                     self._stop()
                     break
                 for job in [job for job in self.jobs if job.state == "running"]:
-                    code = code or self._look(job)
+                    failed = self._look(job)
+                    code = code or failed
                 for job in [job for job in self.jobs if job.state == "waiting"]:
                     if sum(other.state == "running" for other in self.jobs) < self.n:
                         self._start(job)
