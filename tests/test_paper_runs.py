@@ -270,6 +270,7 @@ def test_the_table_while_it_runs(sweep, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=str
 )
@@ -304,6 +305,7 @@ def free(out: Path) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_whole_processes_train_and_skip(sweep, tmp_path):
     sweep({}, {"optim": {"lr": 0.02}}, steps=8)
     for lines in (4, 0):
