@@ -305,6 +305,7 @@ def test_dial_warns_once_of_depths_beyond_training(of_text, tmp_path):
         ("4L", {}, "run is a dense model, 4L, with one depth only: give a recurrent one"),
         ("1+2x3+1", {"new": 12}, "--new 12 leaves no room for a prompt in model.context 12"),
         ("1+2x3+1", {"depths": [0, 2]}, "depth is 0: give at least 1"),
+        ("1+2x3+1", {"depths": [1, 10**7]}, "depth is 10000000: give at most 192"),
     ],
 )
 def test_dial_refuses(of_text, tmp_path, layout, options, message):

@@ -486,7 +486,7 @@ def test_an_empty_prompt_starts_a_document(document, run):
 
 def test_a_prompt_that_is_longer_than_the_context(document, refused, run):
     long = ("generate", run, "--prompt", "x" * 100, "--max-new-tokens", "2")
-    assert "100 tokens and 2 new ones are more than model.context 16" in refused(*long)
+    assert "a prompt of 100 tokens leaves no room for new ones in model.context 16: shorten it" in refused(*long)
     report = document(*long, "--crop")
     assert report["prompt"] == "x" * 100 and len(report["tokens"]) == 2
 

@@ -183,8 +183,6 @@ def test_cloze_scores_the_bytes_that_it_names():
             "repetition_penalty is 1e-310: it must",
         ),
         (["generate", "models/grt-nano", "--depth", "10000000"], "depth is 10000000: give at most 384, 64 times"),
-        (["eval", "models/grt-nano", "--depth", "2", "10000000"], "depth is 10000000: give at most 384"),
-        (["bench", "dial", "models/grt-nano", "--depths", "10000000"], "depth is 10000000: give at most 384"),
     ],
 )
 def test_options_that_say_nothing(capsys, monkeypatch, arguments, message):

@@ -245,6 +245,7 @@ def test_one_row_in_sums_is_the_same(tiny, monkeypatch, method, layout, kv):
     for name in ("linear", "attention"):
         real = getattr(onerow, name)
         monkeypatch.setattr(onerow, name, lambda *args, name=name, real=real: used.append(name) or real(*args))
+    executions = model.config.blocks.n_executions()
     plain, sums = (Decoder(model, [[3, 1, 4]], 6, kv=kv) for _ in range(2))
     torch.testing.assert_close(sums.prefill(), plain.prefill(), rtol=0, atol=0)
     for token in (5, 9, 2):
@@ -253,8 +254,7 @@ def test_one_row_in_sums_is_the_same(tiny, monkeypatch, method, layout, kv):
         with onerow.OneRow():
             got = sums.step(torch.tensor([token]))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-        assert used.count("attention") == 8  # all executions of a block
-        assert used.count("linear") >= 4 * 8 + 1
+        assert used.count("attention") == executions and used.count("linear") >= 4 * executions + 1
         used.clear()
 
 
