@@ -25,6 +25,7 @@ EXPERIMENTS = {
     "depth_tasks": "p-hop induction and addition, accuracy at every depth, at nano scale",
     "equal_flops": "dense, GRT and Poisson at equal training FLOPs",
     "prose": "the six models on prose, at nano scale",
+    "fig_kvcache_bar": "fig:kvcache_bar, sharing keys and values on the committed grt-nano",
     "study": "all of it on two pages (README.md)",
 }
 
