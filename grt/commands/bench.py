@@ -75,7 +75,7 @@ class Memory:
     batch: list[int] = field(default_factory=lambda: [1, 32])
     """Rows at a time."""
     kv: list[str] = field(default_factory=lambda: ["full", "mean"])
-    """How GRT's steps share keys and values."""
+    """How GRT's steps share keys and values: full, first, last, mean, mod:K or first:all."""
 
 
 @dataclass

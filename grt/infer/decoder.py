@@ -57,10 +57,15 @@ class Decoder:
     ) -> None:
         check_prompts(model, prompts)
         longest, context = max(map(len, prompts)), model.config.context
+        if longest + min(max_new, 1) > context:
+            raise ConfigError(
+                f"a prompt of {longest} tokens leaves no room for new ones in model.context {context}: shorten it, or "
+                "let the window slide (crop)."
+            )
         if longest + max_new > context:
             raise ConfigError(
                 f"a prompt of {longest} tokens and {max_new} new ones are more than model.context {context}: ask for "
-                f"at most {max(context - longest, 0)} new tokens, shorten the prompt, or let the window slide (crop)."
+                f"at most {context - longest} new tokens, shorten the prompt, or let the window slide (crop)."
             )
         self.model = model
         self.steps = model.full_depth if depth is None else Depth(depth)

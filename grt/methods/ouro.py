@@ -62,6 +62,7 @@ class Ouro(UpdateRule):
 
     reads_out_often = True
     second_stage = ("rule.gate",)
+    weights_depend_on = ("loop_carry",)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from grt.config import ConfigError
+from grt.config import ConfigError, at_least
+from grt.model.depth import DEEPEST
 
 if TYPE_CHECKING:
     from grt.model.recurrent import RecurrentDepthModel
@@ -53,6 +54,7 @@ class KVCache:
     A pass over new tokens is begin(), which the model calls, extend() by every attention, and, after the last pass of
     the prompt and after each later one, commit(). strategy: how the core's steps share (grt/model/sharing.py).
     depth: the most steps of the core (default R). prompt: the most tokens before the first commit (default: capacity).
+    Raises ConfigError where one of these sizes makes no sense for the model.
     """
 
     def __init__(
@@ -66,13 +68,11 @@ class KVCache:
         prompt: int | None = None,
     ) -> None:
         config, weight = model.config, model.embed.tokens.weight
-        if capacity > config.context:
-            raise ConfigError(
-                f"a cache of {capacity} tokens is more than model.context {config.context}: make it smaller."
-            )
         layout = config.blocks
-        self.batch, self.capacity, self.prompt = batch, capacity, prompt or capacity
+        self.batch, self.capacity = batch, capacity
+        self.prompt = capacity if prompt is None else prompt
         self.depth = layout.R if depth is None else depth
+        self._check_sizes(config.context, layout.R)
         self.dtype, self.device = weight.dtype, weight.device
         self.head = config.n_heads, config.d_model // config.n_heads
         self.length = self.new = 0
@@ -88,6 +88,20 @@ class KVCache:
             section: [self.room(2) for _ in range(n)] for section, n in (("prelude", layout.p), ("coda", layout.c))
         }
         self.core: CoreStore = model.rule.store(self, layout.n, strategy)
+
+    def _check_sizes(self, context: int, R: int) -> None:
+        at_least("batch", self.batch, 1)
+        at_least("capacity", self.capacity, 1)
+        at_least("prompt", self.prompt, 1)
+        at_least("depth", self.depth, min(R, 1))  # a dense model has no steps
+        if self.capacity > context:
+            raise ConfigError(
+                f"a cache of {self.capacity} tokens is more than model.context {context}: make it smaller."
+            )
+        if self.prompt > self.capacity:
+            raise ConfigError(f"prompt is {self.prompt}: it must be at most the capacity, {self.capacity}.")
+        if self.depth > DEEPEST * max(R, 1):
+            raise ConfigError(f"depth is {self.depth}: it must be at most {DEEPEST} times the model's {R} steps.")
 
     def room(self, *sizes: int, tokens: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (*sizes, B, H, tokens, c)."""
@@ -108,10 +122,17 @@ class KVCache:
         """Index of the first new token."""
         return self.length - self.new
 
+    def check_steps(self, steps: int) -> None:
+        """ConfigError for a pass of more steps than there is room for."""
+        if steps > self.depth:
+            raise ConfigError(f"depth {steps} is beyond the {self.depth} steps of the cache: make it deeper.")
+
     def begin(self, new: int, real: Tensor | None = None) -> Tensor:
         """Make room for `new` tokens of each row; real (B, new): False where a row has padding, which comes first.
         Returns their positions, (new,) or (B, 1..new)."""
         if self.frozen:
+            if new != self.place.shape[1]:
+                raise ConfigError(f"a frozen cache takes one token at a time, and {new} came: feed them one by one.")
             return self.place
         if torch.is_grad_enabled():
             raise ConfigError("a cache keeps no gradients: decode under torch.inference_mode() or torch.no_grad().")
@@ -146,8 +167,7 @@ class KVCache:
         section, block, step = where
         if section != "core":
             return self.write(self.outer[section][block], k, v)
-        if step >= self.depth:
-            raise ConfigError(f"depth {step + 1} is beyond the {self.depth} steps of the cache: make it deeper.")
+        self.check_steps(step + 1)
         return self.core.extend(block, step, k, v)
 
     def write(self, store: Tensor, k: Tensor, v: Tensor) -> Seen:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from grt.config import ConfigError, ModelConfig
 from grt.model.block import Embedding, Stack, init_gpt2
 from grt.model.context import LoopContext
-from grt.model.depth import Depth
+from grt.model.depth import DEEPEST, Depth
 from grt.model.rule import Loss, UpdateRule, last_of
 
 
@@ -54,12 +54,15 @@ class RecurrentDepthModel(nn.Module):
         if steps > R:
             if not self.rule.extrapolates:
                 raise ConfigError(f"depth {steps} is beyond the {R} steps of {name}: choose at most {R}.")
+            if steps > DEEPEST * R:
+                raise ConfigError(f"depth is {steps}: give at most {DEEPEST * R}, {DEEPEST} times the {R} steps.")
             warnings.warn(f"depth {steps} is beyond the {R} steps that this model was trained for", stacklevel=3)
 
     def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
         """Yield h_0, h_1, ..., h_steps, each (B, T, d), for ids (B, T)."""
         ctx.norm = self.ln_f
         if ctx.cache is not None:
+            ctx.cache.check_steps(depth.steps)  # before the cache makes room for tokens that then do not come
             ctx.positions = ctx.cache.begin(ids.shape[1], ctx.real)
         elif ctx.real is not None:
             ctx.positions = (ctx.real.cumsum(1) - 1).clamp_min(0)

@@ -41,6 +41,7 @@ class UpdateRule(nn.Module):
     block: type[Block] = Block  # what prelude, core and coda are made of
     reads_out_often = False  # the loss reads out more than one state
     routing: str | None = None  # who goes on outside of training, where a router decides: threshold or topk
+    weights_depend_on: tuple[str, ...] = ()  # fields of the config: under other values the weights mean something else
     second_stage: tuple[str, ...] = ()  # parameters (first parts of their names) that a second stage trains alone
 
     def __init__(self, config: ModelConfig) -> None:
