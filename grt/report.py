@@ -67,7 +67,7 @@ def generation_report(
         "mean_depth": float(depth),
         "tokens_per_s": n / max(seconds, 1e-9),
         **({"logprobs": logs} if logprobs else {}),
-        **({"speculative": {"draft_depth": speculative.drafter.depth.steps, **speculative.tally.report()}} if speculative else {}),
+        **({"speculative": speculative.report()} if speculative else {}),
     }
 
 

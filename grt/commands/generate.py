@@ -48,7 +48,7 @@ class Generate:
     draft_depth: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """With --speculative: steps of a draft; default a quarter of the depth."""
     draft_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """With --speculative: drafts before each verification; default as many as pay (with --compile: 4)."""
+    """With --speculative: drafts before each verification; default as many as pay (with --compile: 6)."""
     logprobs: bool = False
     """With --json: each token's log-probability under the model, whatever the sampling."""
     dtype: Literal["auto", "fp32", "bf16"] = "fp32"
@@ -80,9 +80,6 @@ def run_generate(arguments: list[str]) -> int:
     )  # fmt: skip
     print(json.dumps(report) if command.json else "")
     if not command.json and (spoken := report.get("speculative")):
-        print(
-            f"{spoken['accepted']} of {spoken['drafted']} drafts stood, "
-            f"{spoken['tokens_per_verification']:.1f} tokens a verification",
-            file=sys.stderr,
-        )
+        told = "{accepted} of {drafted} drafts stood, {tokens_per_verification:.1f} tokens a verification"
+        print(told.format(**spoken), file=sys.stderr)
     return 0

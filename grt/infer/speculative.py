@@ -13,7 +13,7 @@ Shapes: m drafted tokens, d width, V vocabulary.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from grt.model.depth import Depth
 from grt.model.recurrent import RecurrentDepthModel, last_of
 
 LONGEST = 8  # drafts before a verification, where their number is free
-FIXED = 4  # and where each number would be compiled anew
+FIXED = 6  # and where each number would be compiled anew
 REMEMBERED = 0.95  # what a verification leaves of the weight of those before it
 
 
@@ -41,10 +41,12 @@ class Draft:
 
 
 class Drafter:
-    """Shallow passes over a decoder's one row, token by token, and the deep pass that completes them side by side."""
+    """Shallow passes over a decoder's one row, token by token, and the deep pass that completes them side by side.
 
-    def __init__(self, decoder: Decoder, depth: int | None, compiled_for: int | None) -> None:
-        """compiled_for: the number of drafts for which the deep pass is compiled; None compiles nothing."""
+    compiled_for: the number of drafts for which the deep pass is compiled, and with it the shallow one (None: neither).
+    """
+
+    def __init__(self, decoder: Decoder, depth: int | None = None, compiled_for: int | None = None) -> None:
         model, full = decoder.model, decoder.steps.steps
         if model.config.blocks.is_dense:
             raise ConfigError("a dense model has no core of which a part could draft: leave speculative out.")
@@ -65,15 +67,15 @@ class Drafter:
         self.full, self.depth = decoder.steps, Depth(depth)
         self.stopped: list[Tensor] = []  # of each token that is under way: h_k and h_pre, (2, 1, 1, d)
         self.compiled_for = compiled_for
-        self._one, self._all = self._shallow, self._deep
+        self._run_shallow, self._run_deep = self._shallow, self._deep
         if compiled_for is not None:
-            self._one, self._all = decoder.compiled(self._shallow), decoder.compiled(self._deep)
+            self._run_shallow, self._run_deep = decoder.compiled(self._shallow), decoder.compiled(self._deep)
 
     @torch.inference_mode()
     def advance(self, token: int, read_out: bool) -> Tensor | None:
         """One more token through the first steps; with read_out, the draft's logits (V,) after it."""
         self.cache.advance()
-        stopped, logits = self._one(torch.tensor([[token]], device=self.cache.device), read_out)
+        stopped, logits = self._run_shallow(torch.tensor([[token]], device=self.cache.device), read_out)
         self.cache.core.pause()
         self.stopped.append(stopped.clone())  # a CUDA graph writes the next one to the same place
         return None if logits is None else logits[0, -1]
@@ -82,7 +84,7 @@ class Drafter:
     def verify(self) -> Tensor:
         """All tokens under way through the other steps: their logits (m + 1, V) at full depth."""
         self.cache.rejoin(len(self.stopped))
-        run = self._all if len(self.stopped) - 1 == self.compiled_for else self._deep
+        run = self._run_deep if len(self.stopped) - 1 == self.compiled_for else self._deep
         logits = run(torch.cat(self.stopped, 2))
         self.stopped = []
         self.cache.commit()
@@ -111,31 +113,31 @@ def accept(p: Tensor, q: Sequence[Tensor], drafts: Sequence[int], generator: tor
     return len(drafts), p[-1]
 
 
+@dataclass(frozen=True)
 class Tally:
     """What became of the drafts. `seen` counts those up to the first of each verification that fell: what comes after
     it is never asked about. So acceptance, accepted / seen, is how often a draft stands that is asked about."""
 
-    def __init__(self) -> None:
-        self.verifications = self.drafted = self.seen = self.accepted = 0
-        self.recent = [1.0, 1.0]  # accepted and seen, the latest counting most; to begin with, one that stood
+    verifications: int = 0
+    drafted: int = 0
+    seen: int = 0
+    accepted: int = 0
 
-    def add(self, drafted: int, accepted: int) -> None:
-        seen = min(accepted + 1, drafted)
-        self.verifications += 1
-        self.drafted, self.seen, self.accepted = self.drafted + drafted, self.seen + seen, self.accepted + accepted
-        self.recent = [REMEMBERED * old + new for old, new in zip(self.recent, (accepted, seen), strict=True)]
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
-    def report(self) -> dict[str, float | None]:
-        return {
-            "verifications": self.verifications, "drafted": self.drafted, "accepted": self.accepted,
-            "acceptance": self.accepted / self.seen if self.seen else None,
-            "tokens_per_verification": 1 + self.accepted / max(self.verifications, 1),
-        }  # fmt: skip
+    @property
+    def acceptance(self) -> float | None:
+        return self.accepted / self.seen if self.seen else None
+
+    @property
+    def tokens_per_verification(self) -> float:
+        return 1 + self.accepted / max(self.verifications, 1)
 
 
-def expected_tokens(acceptance: float, drafts: int) -> float:
-    """What a verification of so many drafts gives on average, if each stands with the same probability."""
-    return sum(acceptance**i for i in range(drafts + 1))
+def expected_tokens(acceptance: float, drafts: float) -> float:
+    """What a verification of so many drafts gives on average, 1 + a + ... + a^m, if each stands with probability a."""
+    return drafts + 1 if acceptance == 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
 class SpeculativeStream(Stream):
@@ -156,6 +158,7 @@ class SpeculativeStream(Stream):
         self.fixed = draft.tokens or (FIXED if compiled else None)
         self.drafter = Drafter(self.decoder, draft.depth, self.fixed if compiled else None)
         self.tally = Tally()
+        self.recent = [1.0, 1.0]  # accepted and seen, the latest counting most; to begin with, one that stood
         self.certain: deque[Drawn] = deque()  # drawn, and not given out yet
 
     def __next__(self) -> list[Drawn | None]:
@@ -177,24 +180,29 @@ class SpeculativeStream(Stream):
 
     def _verified(self) -> list[Drawn]:
         """Drafts that stand and one token more."""
-        past, drafts, q = self.past[0], [], []
+        text, start, q = list(self.past[0]), len(self.past[0]), []
         for _ in range(min(self._length(), self.left - 1)):
-            logits = self.drafter.advance([*past, *drafts][-1], read_out=True)
+            logits = self.drafter.advance(text[-1], read_out=True)
             assert logits is not None
-            q.append(self.sampling.probabilities(finite(logits), past + drafts))
-            drafts.append(self.sampling.draw(q[-1], self.generators[0]))
-            if drafts[-1] in self.stop_ids:
+            q.append(self.sampling.probabilities(finite(logits), text))
+            text.append(self.sampling.draw(q[-1], self.generators[0]))
+            if text[-1] in self.stop_ids:
                 break
-        self.drafter.advance([*past, *drafts][-1], read_out=False)
+        self.drafter.advance(text[-1], read_out=False)
         logits = finite(self.drafter.verify())
-        punished = [self.sampling.punished(row, past + drafts[:i]) for i, row in enumerate(logits)]
-        p = self.sampling.narrowed(torch.stack(punished))
+        punished = [self.sampling.punished(row, text[: start + i]) for i, row in enumerate(logits)]
+        p, drafts = self.sampling.narrowed(torch.stack(punished)), text[start:]
         n, behind = accept(p, q, drafts, self.generators[0])
         self.drafter.cache.rollback(len(drafts) - n)
-        self.tally.add(len(drafts), n)
+        self._count(len(drafts), n)
         tokens = [*drafts[:n], self.sampling.draw(behind, self.generators[0])]
         logprobs = logits.double().log_softmax(-1)[range(n + 1), tokens].tolist()
         return [Drawn(*pair) for pair in zip(tokens, logprobs, strict=True)]
+
+    def _count(self, drafted: int, accepted: int) -> None:
+        seen = min(accepted + 1, drafted)
+        self.tally += Tally(1, drafted, seen, accepted)
+        self.recent = [REMEMBERED * old + new for old, new in zip(self.recent, (accepted, seen), strict=True)]
 
     def _length(self) -> int:
         """Drafts that promise the most tokens for each block that runs, a pass's time being that of its blocks."""
@@ -202,5 +210,12 @@ class SpeculativeStream(Stream):
             return self.fixed
         layout, k = self.model.config.blocks, self.drafter.depth.steps
         one, full = layout.p + k * layout.n + layout.c, layout.p + self.drafter.full.steps * layout.n + layout.c
-        acceptance = self.tally.recent[0] / self.tally.recent[1]
+        acceptance = self.recent[0] / self.recent[1]
         return max(range(1, LONGEST + 1), key=lambda m: expected_tokens(acceptance, m) / (m * one + full))
+
+    def report(self) -> dict[str, float | None]:
+        """What `grt generate --json` says of the drafts."""
+        return {
+            "draft_depth": self.drafter.depth.steps, **asdict(self.tally), "acceptance": self.tally.acceptance,
+            "tokens_per_verification": self.tally.tokens_per_verification,
+        }  # fmt: skip
