@@ -232,12 +232,14 @@ def accept_always(p, q, drafts, generator):
 
 
 LAWS = [
+    Sampling(1.0, top_k=6, top_p=0.95, min_p=0.02, repetition_penalty=3.0),
     Sampling(1.0, top_k=6, top_p=0.95),
     Sampling(0.7, top_k=6, top_p=0.95),
     Sampling(1.5, top_k=6, top_p=0.95),
-    Sampling(1.0, top_k=7, min_p=0.05, repetition_penalty=1.3),
 ]
-one_fast = [pytest.param(law, marks=[pytest.mark.slow] if i else []) for i, law in enumerate(LAWS)]
+one_fast = [
+    pytest.param(law, marks=[pytest.mark.slow, pytest.mark.timeout(600)] if i else []) for i, law in enumerate(LAWS)
+]
 
 
 @pytest.mark.parametrize("sampling", one_fast, ids=str)
@@ -264,7 +266,7 @@ def test_the_law_through_the_models_own_passes(tiny, monkeypatch, always):
     """With a first token from the prompt's pass, and drafts whose coda reads what was verified."""
     if always:
         monkeypatch.setattr(speculative, "accept", accept_always)
-    model, sampling = tiny("ladder-inject", vocab_size=8, spread=0.25), LAWS[0]
+    model, sampling = tiny("ladder-inject", vocab_size=8, spread=0.25), LAWS[1]
     counts = torch.zeros(8, 8, 8, dtype=torch.float64)
     for seed in range(2000):
         stream = speak(model, n=5, seeds=[seed], sampling=sampling)

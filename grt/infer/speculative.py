@@ -97,7 +97,7 @@ class Drafter:
         return torch.stack((h, h_pre)), self.model.logits(h, ctx) if read_out else None
 
     def _deep(self, stopped: Tensor) -> Tensor:
-        ctx = LoopContext(cache=self.cache, positions=self.cache.place)
+        ctx = LoopContext(cache=self.cache)
         h, h_pre = stopped
         h = last_of(self.model.resume(h, h_pre, ctx, self.full, self.depth.steps))
         return self.model.logits(h, ctx)

@@ -83,11 +83,10 @@ class KVCache:
         self.real: Tensor | None = None  # (B, capacity): False where a row has padding
         self.visible: Tensor | None = None  # of the pass: (m, T) or (B, 1, m, T)
         self.frozen = False
-        # frozen: where the tokens in progress go, their positions, and what they see
-        self.index = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.place = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
-        self.shown = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=self.device)
-        self.one = self.index, self.place, self.shown  # the buffers of one token, while several are in progress
+        self.index = torch.zeros(1, dtype=torch.long, device=self.device)  # frozen: where the token in progress goes
+        self.place = torch.zeros(batch, 1, dtype=torch.long, device=self.device)  # frozen: its positions
+        self.shown = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=self.device)  # frozen: what it sees
+        self.one = self.index, self.shown  # these two while several tokens are in progress, which have their own
         # A tensor for each block: compiled code that writes into one must not have to copy the others.
         self.outer = {
             section: [self.room(2) for _ in range(n)] for section, n in (("prelude", layout.p), ("coda", layout.c))
@@ -198,7 +197,7 @@ class KVCache:
         if self.real is not None:
             self.real = self.real[rows]
         self.place, self.shown = self.place[rows], self.shown[rows]
-        self.one = self.index, self.place, self.shown
+        self.one = self.index, self.shown
 
     def clear(self) -> None:
         """Empty, for the next prompt, with everything where it was."""
@@ -212,7 +211,7 @@ class KVCache:
         and no Python number, so that the pass over it can be compiled, or captured as a CUDA graph, once."""
         assert self.decoding, "commit the prompt first"
         self.frozen = True
-        self.index, self.place, self.shown = self.one
+        self.index, self.shown = self.one
         self.index.fill_(self.length - 1)
         self.shown.fill_(False)
         self.shown[..., : self.length] = True if self.real is None else self.real[:, None, None, : self.length]
@@ -236,5 +235,4 @@ class KVCache:
         assert self.frozen and self.real is None, "freeze a cache without padding first"
         self.new = tokens
         self.index = torch.arange(self.start, self.length, device=self.device)
-        self.place = self.index.expand(self.batch, -1)
         self.shown = self.seen_by(tokens).expand(self.batch, 1, -1, -1)

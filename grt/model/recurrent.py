@@ -70,9 +70,9 @@ class RecurrentDepthModel(nn.Module):
         return self.rule.start(h_pre, ctx), h_pre
 
     def resume(self, h: Tensor, h_pre: Tensor, ctx: LoopContext, depth: Depth, done: int) -> Iterator[Tensor]:
-        """Yield h_done, ..., h_steps of tokens whose passes stopped after `done` steps, each beside others than now;
-        h and h_pre (B, T, d) are theirs, ctx has cache and positions. Not for rules that route."""
-        self.rule.start(h_pre, ctx)  # for what the rule carries along: a function of h_pre and the positions
+        """Yield h_done, ..., h_steps of tokens whose passes stopped after `done` steps, each beside others than now; h
+        and h_pre (B, T, d) are theirs. Not for rules that route."""
+        self.rule.start(h_pre, ctx)  # for what the rule carries along, which follows from h_pre
         yield from self.walk(h, h_pre, ctx, depth, done)
 
     def walk(self, h: Tensor, h_pre: Tensor, ctx: LoopContext, depth: Depth, done: int = 0) -> Iterator[Tensor]:
