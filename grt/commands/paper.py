@@ -115,7 +115,7 @@ def run_build(arguments: list[str]) -> int:
 
     results = Results(command.results, command.scale, seeds)
     for experiment in experiments(command.name):
-        for path in experiment.build(results).write(results.folder):
+        for path in experiment.build(results).write(results.folder, experiment.file):
             print(path)
     return 0
 

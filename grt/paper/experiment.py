@@ -25,6 +25,8 @@ EXPERIMENTS = {
     "depth_tasks": "p-hop induction and addition, accuracy at every depth, at nano scale",
     "equal_flops": "dense, GRT and Poisson at equal training FLOPs",
     "prose": "the six models on prose, at nano scale",
+    "fig_kvcache_bar": "fig:kvcache_bar, sharing keys and values on the committed grt-nano",
+    "study": "all of it on two pages (README.md)",
 }
 
 
@@ -33,6 +35,7 @@ class Experiment:
     name: str
     runs: Callable[[str, Sequence[int]], list[RunConfig]]
     build: Callable[[Results], Report]
+    file: str
 
 
 def experiments(name: str) -> list[Experiment]:
@@ -72,7 +75,7 @@ def _of_module(name: str, module: ModuleType) -> Experiment:
         return list({config_hash(config): config for config in module.RUNS(scale, seeds)}.values())
 
     build = getattr(module, "build", None) or (lambda results: plain(name, runs(results.scale, results.seeds), results))
-    return Experiment(name, runs, build)
+    return Experiment(name, runs, build, getattr(module, "FILE", name))
 
 
 def plain(name: str, configs: Sequence[RunConfig], results: Results) -> Report:

@@ -16,7 +16,7 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 METHODS = ("mor", "poisson", "ouro", "rrt", "grt")  # the order of tab:main
 SEEDS = (1337, 42, 123)  # tab:seeds
 
-NANO_LR = 4e-3  # the middle of the sweep
+NANO_LR = 2e-3  # the middle of the sweep
 # What the sweep chose, method -> factor of NANO_LR; other layouts and rows of the ladder take their method's.
 NANO_FACTOR: dict[str, float] = {}
 NANO_GATE_BIAS = -2.0  # likewise
@@ -24,12 +24,13 @@ UNIQUE = "3L"  # dense, as many unique blocks as 1+1x6+1
 
 
 def shorten(config: RunConfig) -> RunConfig:
-    """A nano preset within the study's budget: 600 steps of 4,096 bytes."""
+    """A nano preset within the study's budget: 1,500 steps of 2,048 bytes, two slots (and so two depths) a step."""
     return change(
         config,
-        optim={"warmup_steps": 60},
+        optim={"warmup_steps": 100},
         train={
-            "steps": 600, "dtype": "bf16", "eval_every": 150, "eval_windows": 64, "checkpoint_every": 150, "keep": 1,
+            "steps": 1500, "tokens_per_step": 8 * 256, "dtype": "bf16", "eval_every": 250, "eval_windows": 64,
+            "checkpoint_every": 250, "keep": 1,
         },
     )  # fmt: skip
 

@@ -72,17 +72,16 @@ class Report:
         parts += [f"![{name}]({name}.png)\n" for name in self.figures]
         return "\n".join([*parts, *(f"{note}\n" for note in self.notes)])
 
-    def write(self, folder: Path) -> list[Path]:
-        """NAME.md with everything, NAME.csv and NAME.tex of each table, NAME.png of each figure: their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {f"{self.tables[0].name}.md": self.markdown()}
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """name.md with everything and a PNG of each figure; CSV and LaTeX of each table in tables/. Their paths."""
+        (folder / "tables").mkdir(parents=True, exist_ok=True)
+        files = {f"{name}.md": self.markdown()}
         for table in self.tables:
-            files |= {f"{table.name}.csv": table.csv(), f"{table.name}.tex": table.latex()}
-        for name, text in files.items():
-            replace_file(folder / name, text)
-        return [folder / name for name in files] + [
-            _draw(draw, folder / f"{n}.png") for n, draw in self.figures.items()
-        ]
+            files |= {f"tables/{table.name}.csv": table.csv(), f"tables/{table.name}.tex": table.latex()}
+        for path, text in files.items():
+            replace_file(folder / path, text)
+        pictures = [_draw(draw, folder / f"{figure}.png") for figure, draw in self.figures.items()]
+        return [folder / path for path in files] + pictures
 
 
 def _draw(draw: Callable[[Any], None], out: Path) -> Path:

@@ -17,10 +17,12 @@ def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
     """t so that a Student variable of that many degrees of freedom lies in [-t, t] with this probability."""
     import mpmath
 
-    def outside(t):
-        return mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True)
-
-    return float(mpmath.findroot(lambda t: outside(t) - (1 - confidence), (0.1, 1e4), solver="anderson", tol=1e-12))
+    low, high = 0.0, 1e4
+    for _ in range(80):  # halved until no float lies between
+        t = (low + high) / 2
+        outside = mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True)
+        low, high = (t, high) if outside > 1 - confidence else (low, t)
+    return high
 
 
 @dataclass(frozen=True)
