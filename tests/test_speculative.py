@@ -297,10 +297,10 @@ def test_as_many_drafts_as_pay(tiny):
     stream = speak(tiny(layout="1+1x6+1"), draft=Draft(1, None))
     lengths = []
     for accepted in (8, 8, 0, 0, 0, 0, 0, 0, 0, 0):
-        lengths.append(stream._length())
+        lengths.append(stream.length())
         stream._count(8, accepted)
     assert lengths[0] == 8 and lengths == sorted(lengths, reverse=True) and lengths[-1] < 4
-    assert speak(tiny(), draft=Draft(1, 5))._length() == 5
+    assert speak(tiny(), draft=Draft(1, 5)).length() == 5
 
 
 def test_training_mode_is_left_as_it_was(tiny):

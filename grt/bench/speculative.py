@@ -3,7 +3,7 @@ at full depth and decoding with drafts take turns at the same prompts, pieces fr
 
 Predicted is what acceptance and passes say alone: with a share a of the drafts standing, m of them give on average
 1 + a + ... + a^m tokens (arXiv 2211.17192, eq. 1), for the time of m + 1 shallow passes and a deep one. Their times are
-measured apart from the decoding, and without sampling.
+measured apart from the decoding, in its turns, and without sampling.
 """
 
 import json
@@ -31,7 +31,7 @@ from grt.model.recurrent import RecurrentDepthModel
 from grt.train.checkpoint import load_model
 from grt.train.loop import open_data
 
-REPEATS = 15  # of each pass that is timed
+REPEATS = 4  # of each pass that is timed, in a turn
 
 Make = Callable[[list[int], int], Stream]  # of a prompt and a seed
 
@@ -59,31 +59,43 @@ class Spoken:
         return torch.tensor([tokens])
 
 
-def seconds_of_passes(plain: Stream, spoken: Stream, drafts: int) -> dict[str, float]:
-    """Medians of a plain pass, and of the draft's, the one before the verification, and the verification."""
-    assert isinstance(spoken, SpeculativeStream) and isinstance(plain.decoder, Decoder)
-    times: dict[str, list[float]] = {name: [] for name in ("plain", "draft", "last", "verify")}
-    for stream in (plain, spoken):
-        next(stream)
-    token = torch.tensor([0], device=plain.model.device)
+class Passes:
+    """A third one who takes turns, so that the machine is the same: the passes alone, over and over at one place."""
 
-    def took(name: str, run: Callable[[], Tensor | None]) -> None:
+    name, few, compiled = "passes", 1, False
+
+    def __init__(self, plain: Spoken, drafted: Spoken) -> None:
+        self.plain, self.drafted = plain, drafted
+        self.seconds: dict[str, list[float]] = {name: [] for name in ("plain", "draft", "last", "verify")}
+
+    def timed(self, name: str, run: Callable[[], Tensor | None]) -> None:
         start = time.perf_counter()
         result = run()
         if result is not None:
             result.cpu()  # waits for the device
-        times[name].append(time.perf_counter() - start)
+        self.seconds[name].append(time.perf_counter() - start)
 
-    drafter = spoken.drafter
-    for _ in range(REPEATS + 1):
-        took("plain", lambda: plain.decoder.step(token))
-        plain.decoder.cache.rollback(1)
-        for _ in range(drafts):
-            took("draft", lambda: drafter.advance(0, read_out=True))
-        took("last", lambda: drafter.advance(0, read_out=False))
-        took("verify", drafter.verify)
-        drafter.cache.rollback(drafts + 1)
-    return {name: statistics.median(values) for name, values in times.items()}
+    def generate(self, new: int, tick: Tick) -> Tensor:
+        plain, drafted = (one.make(one.prompts[0], 0) for one in (self.plain, self.drafted))
+        assert isinstance(drafted, SpeculativeStream) and isinstance(plain.decoder, Decoder)
+        decoder, drafter, drafts = plain.decoder, drafted.drafter, min(drafted.length(), new - 1)
+        for stream in (plain, drafted):
+            next(stream)
+        tick()
+        token = torch.tensor([0], device=decoder.model.device)
+        for _ in range(REPEATS):
+            self.timed("plain", lambda: decoder.step(token))
+            decoder.cache.rollback(1)
+            for _ in range(drafts):
+                self.timed("draft", lambda: drafter.advance(0, read_out=True))
+            self.timed("last", lambda: drafter.advance(0, read_out=False))
+            self.timed("verify", drafter.verify)
+            drafter.cache.rollback(drafts + 1)
+        tick()
+        return token
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(values) for name, values in self.seconds.items()}
 
 
 def bench_speculative(
@@ -135,14 +147,15 @@ def measure(
         return SpeculativeStream(model, [prompt], draft=draft, **options)
 
     name = f"depth {draft.depth}, {draft.tokens or 'free'}"
-    contestants = [Spoken("plain", plainly, prompts, compiled), Spoken(name, with_drafts, prompts, compiled)]
-    for contestant in contestants:
+    plain, drafted = Spoken("plain", plainly, prompts, compiled), Spoken(name, with_drafts, prompts, compiled)
+    timed_passes = Passes(plain, drafted)
+    for contestant in (plain, drafted):
         warm_up(contestant, new)
         contestant.turn, contestant.tallies = 0, []
-    times = alternate(contestants, new, len(prompts))
-    tally = sum(contestants[1].tallies, Tally())
+    times = alternate([plain, drafted, timed_passes], new, len(prompts))
+    tally = sum(drafted.tallies, Tally())
     drafts = tally.drafted / tally.verifications
-    passes = seconds_of_passes(plainly(prompts[0], 0), with_drafts(prompts[0], 0), round(drafts))
+    passes = timed_passes.medians()
     per_cycle = drafts * passes["draft"] + passes["last"] + passes["verify"]
     assert tally.acceptance is not None
     add_ratio(report, f"ms per token, plain / {name}", times["plain"], times[name])

@@ -181,7 +181,7 @@ class SpeculativeStream(Stream):
     def _verified(self) -> list[Drawn]:
         """Drafts that stand and one token more."""
         text, start, q = list(self.past[0]), len(self.past[0]), []
-        for _ in range(min(self._length(), self.left - 1)):
+        for _ in range(min(self.length(), self.left - 1)):
             logits = self.drafter.advance(text[-1], read_out=True)
             assert logits is not None
             q.append(self.sampling.probabilities(finite(logits), text))
@@ -204,8 +204,9 @@ class SpeculativeStream(Stream):
         self.tally += Tally(1, drafted, seen, accepted)
         self.recent = [REMEMBERED * old + new for old, new in zip(self.recent, (accepted, seen), strict=True)]
 
-    def _length(self) -> int:
-        """Drafts that promise the most tokens for each block that runs, a pass's time being that of its blocks."""
+    def length(self) -> int:
+        """Drafts before the next verification: where it is free, the number that promises the most tokens for each
+        block that runs, as if a block took as long for many tokens as for one."""
         if self.fixed is not None:
             return self.fixed
         layout, k = self.model.config.blocks, self.drafter.depth.steps
