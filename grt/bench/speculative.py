@@ -174,9 +174,9 @@ def show(report: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     how = f"{'compiled' if report['compiled'] else 'eager'}, temperature {report['temperature']}"
     on = f"on {report['device']} ({report['threads']} threads)"
-    title = f"{report['run']}: ms per token with drafts and plain, {how}, {on}"
+    title = f"{report['run']}: ms per token with drafts and plain, and the gain, {how}, {on}"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))  # 80 columns have to do
-    for column in ("draft depth", "drafts", "accepted", "drafted", "plain", "predicted gain", "measured gain"):
+    for column in ("depth", "drafts", "accepted", "drafted", "plain", "predicted", "measured"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["rows"]:
         length = str(row["draft_tokens"] or f"{row['drafts']:.1f} (free)")
