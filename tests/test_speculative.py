@@ -114,10 +114,10 @@ def test_greedy_text_is_the_same_with_each_method(tiny, method):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_thousand_greedy_texts_of_a_trained_model():
     model, _ = load_model(NANO, torch.device("cpu"))
-    assert same_texts(model, random_prompts(1000, 257, 40), 24) <= 10
+    assert same_texts(model, random_prompts(1000, 257, 40), 16) <= 10
 
 
 @pytest.mark.slow
