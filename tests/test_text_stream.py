@@ -136,7 +136,7 @@ ENGLISH, MIXED = "one two, onetwo two one, ", "one 東京, 😀😀😀😀😀�
         (byte_fallback, MIXED),
         (word_pieces, ENGLISH),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None) or ascii(value[:7]),
 )
 def test_it_decodes_as_many_ids_as_there_are(tmp_path, name, text):
     """Times a constant, and not their square; what comes out is the text of all."""
