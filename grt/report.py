@@ -14,6 +14,7 @@ from grt.data.tokenizer import get_tokenizer
 from grt.eval_report import evaluation_report, show_evaluation
 from grt.infer.generate import Stream
 from grt.infer.sampling import Sampling
+from grt.infer.speculative import Draft, SpeculativeStream
 from grt.infer.text import TextStream
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model import cost
@@ -27,9 +28,10 @@ console = Output()
 
 def generation_report(
     run: Path, prompt: str, *, device: str = "auto", dtype: str = "fp32", show: Callable[[str], None] | None = None,
-    stop: Sequence[str] = (), logprobs: bool = False, seed: int = 0, **options: Any,
+    stop: Sequence[str] = (), logprobs: bool = False, seed: int = 0, draft: Draft | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON document of `grt generate`; `show` is given the prompt and then the text as it comes. options: Stream's.
+    """The JSON document of `grt generate`; `show` is given the prompt and then the text as it comes. draft: speculative
+    decoding. options: Stream's.
 
     A stop string is not part of the text, but the tokens that spell it are among the tokens.
     """
@@ -42,7 +44,9 @@ def generation_report(
     except UnicodeEncodeError:
         raise ConfigError("the prompt is not UTF-8: convert it first.") from None
     text, logs = TextStream(tokenizer.decode, stop), []
-    steps, start = Stream(model, [ids], seeds=[seed], stop_ids=[tokenizer.eot], **options), time.perf_counter()
+    options |= {"seeds": [seed], "stop_ids": [tokenizer.eot]}
+    speculative = None if draft is None else SpeculativeStream(model, [ids], draft=draft, **options)
+    steps, start = speculative or Stream(model, [ids], **options), time.perf_counter()
     show = show or (lambda piece: None)
     show(prompt)
     for (drawn,) in steps:
@@ -63,6 +67,7 @@ def generation_report(
         "mean_depth": float(depth),
         "tokens_per_s": n / max(seconds, 1e-9),
         **({"logprobs": logs} if logprobs else {}),
+        **({"speculative": speculative.report()} if speculative else {}),
     }
 
 

@@ -37,6 +37,9 @@ class CoreStore(Protocol):
         """Store K_r and V_r of the new tokens, each (B, H, m, c); what they attend to."""
         ...
 
+    def pause(self) -> None:
+        """The new tokens stop here for now: leave what others' first steps are to read of them."""
+
     def end_pass(self) -> None:
         """The new tokens are complete: leave what later ones are to read of them."""
 
@@ -83,6 +86,7 @@ class KVCache:
         self.index = torch.zeros(1, dtype=torch.long, device=self.device)  # frozen: where the token in progress goes
         self.place = torch.zeros(batch, 1, dtype=torch.long, device=self.device)  # frozen: its positions
         self.shown = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=self.device)  # frozen: what it sees
+        self.one = self.index, self.shown  # these two while several tokens are in progress, which have their own
         # A tensor for each block: compiled code that writes into one must not have to copy the others.
         self.outer = {
             section: [self.room(2) for _ in range(n)] for section, n in (("prelude", layout.p), ("coda", layout.c))
@@ -155,11 +159,14 @@ class KVCache:
     def seen_by(self, new: int, strictly: bool = False) -> Tensor:
         """Which keys the last `new` tokens see, (new, T) or with padding (B, 1, new, T): those up to their own, or
         strictly before."""
-        own = torch.arange(self.length - new, self.length, device=self.device)[:, None]
-        keys = torch.arange(self.length, device=self.device)
+        if self.frozen:
+            own, T = self.index, self.capacity
+        else:
+            own, T = torch.arange(self.length - new, self.length, device=self.device), self.length
+        own, keys = own[:, None], torch.arange(T, device=self.device)
         if self.real is None:
             return keys < own if strictly else keys <= own
-        before = (keys < own) & self.real[:, None, None, : self.length]
+        before = (keys < own) & self.real[:, None, None, :T]
         return before if strictly else before | (keys == own)  # padding sees itself: no row is empty
 
     def extend(self, where: Where, k: Tensor, v: Tensor) -> Seen:
@@ -210,6 +217,7 @@ class KVCache:
         if self.real is not None:
             self.real = self.real[rows]
         self.place, self.shown = self.place[rows], self.shown[rows]
+        self.one = self.index, self.shown
 
     def clear(self) -> None:
         """Empty, for the next prompt, with everything where it was."""
@@ -223,6 +231,7 @@ class KVCache:
         and no Python number, so that the pass over it can be compiled, or captured as a CUDA graph, once."""
         assert self.decoding, "commit the prompt first"
         self.frozen = True
+        self.index, self.shown = self.one
         self.index.fill_(self.length - 1)
         self.shown.fill_(False)
         self.shown[..., : self.length] = True if self.real is None else self.real[:, None, None, : self.length]
@@ -239,3 +248,11 @@ class KVCache:
         self.shown[..., self.length - 1] = True
         if self.real is not None:
             self.real[:, self.length - 1] = True
+
+    def rejoin(self, tokens: int) -> None:
+        """The last `tokens` tokens of a frozen cache, which came one by one and stopped, go on side by side; then come
+        their pass, commit() and, even if it takes nothing back, rollback()."""
+        assert self.frozen and self.real is None, "freeze a cache without padding first"
+        self.new = tokens
+        self.index = torch.arange(self.start, self.length, device=self.device)
+        self.shown = self.seen_by(tokens).expand(self.batch, 1, -1, -1)

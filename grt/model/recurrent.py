@@ -60,16 +60,29 @@ class RecurrentDepthModel(nn.Module):
 
     def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
         """Yield h_0, h_1, ..., h_steps, each (B, T, d), for ids (B, T)."""
-        ctx.norm = self.ln_f
+        yield from self.walk(*self.enter(ids, ctx), ctx, depth)
+
+    def enter(self, ids: Tensor, ctx: LoopContext) -> tuple[Tensor, Tensor]:
+        """h_0 and h_pre, each (B, T, d), for ids (B, T)."""
         if ctx.cache is not None:
             ctx.cache.check_steps(depth.steps)  # before the cache makes room for tokens that then do not come
             ctx.positions = ctx.cache.begin(ids.shape[1], ctx.real)
         elif ctx.real is not None:
             ctx.positions = (ctx.real.cumsum(1) - 1).clamp_min(0)
         h_pre = ctx.tap("anchor", self.prelude(self.rule.embed(self.embed(ids, ctx.positions)), ctx))
-        h = self.rule.start(h_pre, ctx)
+        return self.rule.start(h_pre, ctx), h_pre
+
+    def resume(self, h: Tensor, h_pre: Tensor, ctx: LoopContext, depth: Depth, done: int) -> Iterator[Tensor]:
+        """Yield h_done, ..., h_steps of tokens whose passes stopped after `done` steps, each beside others than now; h
+        and h_pre (B, T, d) are theirs. Not for rules that route."""
+        self.rule.start(h_pre, ctx)  # for what the rule carries along, which follows from h_pre
+        yield from self.walk(h, h_pre, ctx, depth, done)
+
+    def walk(self, h: Tensor, h_pre: Tensor, ctx: LoopContext, depth: Depth, done: int = 0) -> Iterator[Tensor]:
+        """The loop: yield h_done, which is h, and what the steps behind it make of it."""
+        ctx.norm = self.ln_f
         yield h
-        for ctx.step in range(depth.steps):
+        for ctx.step in range(done, depth.steps):
             if depth.grad_steps is not None and 0 < ctx.step <= depth.steps - depth.grad_steps:
                 # Truncated back-propagation (torch.no_grad would break DDP and the compiler), at each of the early
                 # steps, so that no more than one of them is kept.
