@@ -61,7 +61,7 @@ class RecurrentDepthModel(nn.Module):
     def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
         """Yield h_0, h_1, ..., h_steps, each (B, T, d), for ids (B, T)."""
         if ctx.cache is not None:
-            ctx.cache.check_steps(depth.steps)  # before it makes room for tokens that then do not come
+            ctx.cache.check_steps(depth.steps)  # before the cache makes room for tokens that then do not come
         yield from self.walk(*self.enter(ids, ctx), ctx, depth)
 
     def enter(self, ids: Tensor, ctx: LoopContext) -> tuple[Tensor, Tensor]:
