@@ -294,9 +294,10 @@ def test_dial(of_text, tmp_path, capsys):
 
 def test_dial_warns_once_of_depths_beyond_training(of_text, tmp_path):
     of_text()
-    with pytest.warns(UserWarning, match="depth 5 is beyond the 3 steps") as told:
-        dial.bench_dial("run", [2, 4, 5], new=4, windows=1, alternations=1, device="cpu", out=tmp_path / "dial.png")
-    assert len(told) == 1
+    for depths in ([2, 4, 5], [4, 5], [5]):
+        with pytest.warns(UserWarning, match="depth 5 is beyond the 3 steps") as told:
+            dial.bench_dial("run", depths, new=4, windows=1, alternations=1, device="cpu", out=tmp_path / "dial.png")
+        assert len(told) == 1
 
 
 @pytest.mark.parametrize(

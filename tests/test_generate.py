@@ -112,7 +112,7 @@ def test_training_mode_and_noise(tiny):
         (PROMPT, {"n": 10}, "3 tokens and 10 new ones are more than model.context 12: ask for at most 9"),
         (13 * [1], {"n": None}, "a prompt of 13 tokens leaves no room for new ones .* 12: shorten it, or let .* slide"),
         (12 * [1], {"n": 1}, "a prompt of 12 tokens leaves no room for new ones in model.context 12: shorten it"),
-        (PROMPT, {"depth": 193}, "depth is 193: give at most 192, 64 times the 3 steps."),
+        (PROMPT, {"depth": 193}, "depth is 193: give at most 192, 64 times the model's R."),
         (PROMPT, {"depth": 193, "crop": True}, "depth is 193: give at most 192"),
         (PROMPT, {"kv": "furst"}, "kv is 'furst': choose one of full, first"),
         (PROMPT, {"kv": "first", "crop": True}, "crop decodes without a cache"),

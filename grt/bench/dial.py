@@ -37,7 +37,7 @@ def bench_dial(
     if layout.is_dense:
         raise ConfigError(f"{run} is a dense model, {config.model.layout}, with one depth only: give a recurrent one.")
     depths = sorted(set(depths)) or list(range(1, layout.R + 1))
-    model.check_depth(depths[0], least=1)
+    model.check_depth(min(depths[0], layout.R), least=1)  # evaluate looks at the deepest
     if new >= context:
         raise ConfigError(f"--new {new} leaves no room for a prompt in model.context {context}: ask for fewer.")
     split = open_data(config, quiet=True).split("val", config.data.windows)

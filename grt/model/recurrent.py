@@ -55,7 +55,7 @@ class RecurrentDepthModel(nn.Module):
             if not self.rule.extrapolates:
                 raise ConfigError(f"depth {steps} is beyond the {R} steps of {name}: choose at most {R}.")
             if steps > DEEPEST * R:
-                raise ConfigError(f"depth is {steps}: give at most {DEEPEST * R}, {DEEPEST} times the {R} steps.")
+                raise ConfigError(f"depth is {steps}: give at most {DEEPEST * R}, {DEEPEST} times the model's R.")
             warnings.warn(f"depth {steps} is beyond the {R} steps that this model was trained for", stacklevel=3)
 
     def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
