@@ -60,12 +60,13 @@ class RecurrentDepthModel(nn.Module):
 
     def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
         """Yield h_0, h_1, ..., h_steps, each (B, T, d), for ids (B, T)."""
+        if ctx.cache is not None:
+            ctx.cache.check_steps(depth.steps)  # before the cache makes room for tokens that then do not come
         yield from self.walk(*self.enter(ids, ctx), ctx, depth)
 
     def enter(self, ids: Tensor, ctx: LoopContext) -> tuple[Tensor, Tensor]:
         """h_0 and h_pre, each (B, T, d), for ids (B, T)."""
         if ctx.cache is not None:
-            ctx.cache.check_steps(depth.steps)  # before the cache makes room for tokens that then do not come
             ctx.positions = ctx.cache.begin(ids.shape[1], ctx.real)
         elif ctx.real is not None:
             ctx.positions = (ctx.real.cumsum(1) - 1).clamp_min(0)
