@@ -100,6 +100,34 @@ class Dial:
     """The plot."""
 
 
+@dataclass
+class Halting:
+    """Tokens that leave the loop one by one, against fixed depths: loss, FLOPs and time per token; a table, a plot,
+    then one JSON line."""
+
+    run: Run
+    """A run's folder, one of its checkpoints, or a model folder."""
+    exits: list[str] = field(default_factory=list)
+    """Policies with a threshold (kl:0.01), or to be calibrated (kl); without it, all but fixed depths that the method
+    has."""
+    mean_depths: list[float] = field(default_factory=list)
+    """What to calibrate for; without it R/4, R/3, R/2 and 2R/3."""
+    windows: int = 64
+    """Windows of the run's own validation split: half of them to calibrate on, the others to evaluate."""
+    batch: list[int] = field(default_factory=lambda: [1])
+    """Rows at a time, where time is taken."""
+    new: int = 64
+    """Tokens to decode, those of the text itself, after a prompt that fills the rest of the context; 0: no timing."""
+    alternations: int = 5
+    """Turns of each."""
+    device: Device = "auto"
+    """Where to compute."""
+    threads: int = 0
+    """CPU threads; 0: as many as torch takes by itself."""
+    out: Path = Path("halting.png")
+    """The plot."""
+
+
 def run_training(arguments: list[str]) -> None:
     command = parse(Training, arguments, "bench training")
     from grt.bench.training import bench_training, show
@@ -150,6 +178,18 @@ def run_dial(arguments: list[str]) -> None:
     show(report)
 
 
+def run_halting(arguments: list[str]) -> None:
+    command = parse(Halting, arguments, "bench halting")
+    from grt.bench.halting import bench_halting, show
+
+    use_threads(command.threads)
+    report = bench_halting(
+        command.run, command.exits, command.mean_depths, windows=command.windows, batches=command.batch,
+        new=command.new, alternations=command.alternations, device=command.device, out=command.out,
+    )  # fmt: skip
+    show(report)
+
+
 def use_threads(threads: int) -> None:
     import torch
 
@@ -162,6 +202,7 @@ BENCHES: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "training": (run_training, "a step of a recurrent model against dense, or of our dense against peers"),
     "latency": (run_latency, "time per generated token, against dense and transformers"),
     "memory": (run_memory, "weights and caches while decoding, against the closed form"),
+    "halting": (run_halting, "loss, FLOPs and time of tokens that leave one by one, against fixed depths"),
     "dial": (run_dial, "loss against time per token, by depth, of one trained model"),
 }
 

@@ -84,9 +84,7 @@ class KVCache:
         self.real: Tensor | None = None  # (B, capacity): False where a row has padding
         self.visible: Tensor | None = None  # of the pass: (m, T) or (B, 1, m, T)
         self.going: Going | None = None  # of the pass: who is still in the loop (grt/model/halting.py); None: all
-        self.ran: Tensor | None = (
-            None  # of the pass, (B, m): the steps that each token took; None: all that there were
-        )
+        self.ran: Tensor | None = None  # of the pass, (B, m): the steps that each token took; None: all that there were
         self.frozen = False
         self.index = torch.zeros(1, dtype=torch.long, device=self.device)  # frozen: where the token in progress goes
         self.place = torch.zeros(batch, 1, dtype=torch.long, device=self.device)  # frozen: its positions
@@ -178,9 +176,9 @@ class KVCache:
         keys, values, visible = store[0, :, :, : self.length], store[1, :, :, : self.length], self.visible
         if self.going is None:
             return keys, values, visible
-        # A mask of two dimensions is the same for every row.
-        of_rows = visible is not None and visible.dim() == 4
-        return self.going.take(keys), self.going.take(values), self.going.take(visible) if of_rows else visible
+        if visible is not None and visible.dim() == 4:  # one of two dimensions is the same for every row
+            visible = self.going.take(visible)
+        return self.going.take(keys), self.going.take(values), visible
 
     def end_pass(self) -> None:
         for store in self.by_step:

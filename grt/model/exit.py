@@ -59,8 +59,8 @@ class ExitPolicy:
     counts: ClassVar[bool] = False  # the threshold is a number of steps
 
     def __post_init__(self) -> None:
-        least, whole = int(self.counts), not self.counts or self.threshold == int(self.threshold or 0)
-        if not least <= self.threshold < math.inf or not whole:
+        whole = not self.counts or float(self.threshold).is_integer()
+        if not int(self.counts) <= self.threshold < math.inf or not whole:
             what = "a whole number of steps, at least 1" if self.counts else "a finite number of at least 0"
             raise ConfigError(f"the threshold of exit {self.name} is {self.threshold:g}: give {what}.")
 
@@ -165,6 +165,12 @@ def parse_exit(text: str) -> tuple[type[ExitPolicy], float | None]:
         return policy, float(number)
     except ValueError:
         raise ConfigError(f"exit is {text!r}: give a number after the colon.") from None
+
+
+def with_threshold(policy: type[ExitPolicy], threshold: float | None) -> ExitPolicy:
+    if threshold is None:
+        raise ConfigError(f"exit {policy.name} has no threshold: give one as {policy.name}:NUMBER.")
+    return policy(threshold)
 
 
 def check_method(model: "RecurrentDepthModel", policy: type[ExitPolicy]) -> None:

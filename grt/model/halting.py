@@ -72,10 +72,11 @@ def halting_cache(
 
 def run_halting(
     model: RecurrentDepthModel, ids: Tensor, ctx: LoopContext, exit: Exit, most: Tensor | None = None,
-    scores: list[Tensor] | None = None,
+    scores: list[Tensor] | None = None, last: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One pass over ids (B, T): logits (B, T, V) after the last step of each token, and how many steps each took,
-    (B, T). most (B, T): no deeper than this. scores: takes the policy's scores of each step, (B, T)."""
+    (B, T). most (B, T): no deeper than this. scores: takes the policy's scores of each step, (B, T). last: the logits
+    of the last position only, where the policy leaves the choice."""
     cache, policy = ctx.cache, exit.policy
     assert cache is not None, "a token that has left is seen by its keys, which a cache holds"
     states = model.states(ids, ctx, Depth(exit.steps))
@@ -104,4 +105,4 @@ def run_halting(
             break
         cache.going = Going.on(on)
     cache.going, cache.ran = None, depths
-    return logits if logits is not None else model.logits(h, ctx), depths
+    return logits if logits is not None else model.logits(h, ctx, last), depths
