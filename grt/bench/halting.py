@@ -1,6 +1,6 @@
 """`grt bench halting`: tokens that leave the loop one by one (grt/model/exit.py) against fixed depths of one model.
 
-Thresholds are calibrated on the first half of some windows of the validation split, all losses are of the second half.
+Thresholds are calibrated on the first windows of the validation split, all losses are of those behind them.
 Each policy is set against the fixed depth of equal FLOPs: between two whole depths, the mean of both that costs as
 much, which is what giving each text one of them by lot would reach; beyond the last step, that one. The interval is
 the middle 95 % of what windows drawn anew give. Time is of decoding with a cache, eager, fed with the text itself.
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from grt.bench.decoding import FEW, Task, Tick, alternate, empty_report, median_row, warm_up
+from grt.bench.decoding import FEW, Task, Tick, add_ratio, alternate, empty_report, median_row, warm_up
 from grt.config import ConfigError, at_least
 from grt.data.loader import Split, n_windows
 from grt.evals.halting import Halted, calibrate, halted_loss
@@ -67,11 +67,12 @@ class Fed:
 
 def bench_halting(
     run: Path, exits: Sequence[str] = (), mean_depths: Sequence[float] = (), *, windows: int = 64,
-    batches: Sequence[int] = (1,), new: int = 64, alternations: int = 5, device: str = "auto",
+    calibration_windows: int = 32, batches: Sequence[int] = (1,), new: int = 64, alternations: int = 5, device: str = "auto",
     out: Path = Path("halting.png"),
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of the bench, and the plot."""
-    at_least("--windows", windows, 4)
+    at_least("--windows", windows, 2)
+    at_least("--calibration-windows", calibration_windows, 1)
     at_least("--alternations", alternations, 1)
     at_least("--batch", min(batches), 1)
     where = resolve_device(device)
@@ -87,16 +88,22 @@ def bench_halting(
         if not 1 <= target <= R:
             raise ConfigError(f"--mean-depths has {target:g}: give numbers from 1 to the {R} steps of a token.")
     split = open_data(config, quiet=True).split("val", config.data.windows)
-    n = n_windows(split, context, windows)
-    if max(4, 2 * max(batches)) > n:
-        raise ConfigError(f"{n} windows are too few to calibrate and decode {max(batches)} rows: read more --windows.")
-    fixed = [measured(model, split, FixedDepth(k), n) for k in range(1, R + 1)]
-    rows = fixed + [measured(model, split, p, n) for p in calibrated(model, split, wanted, targets, n // 2)]
+    held_out = slice(calibration_windows, n_windows(split, context, calibration_windows + windows))
+    if held_out.stop - held_out.start < max(2, *batches):
+        raise ConfigError(
+            f"{held_out.stop} windows are too few to calibrate on {calibration_windows} and to measure, and decode rows, "
+            "on others: give fewer --calibration-windows or --batch, or more --windows."
+        )
+    fixed = [measured(model, split, FixedDepth(k), held_out) for k in range(1, R + 1)]
+    found = calibrated(model, split, wanted, targets, calibration_windows)
+    rows = fixed + [measured(model, split, policy, held_out) for policy in found]
     report = empty_report("halting", where, torch.float32)
-    report |= {"run": str(run), "windows": n - n // 2, "calibration_windows": n // 2, "new": new, "plot": str(out)}
+    report |= {"run": str(run), "windows": held_out.stop - held_out.start, "calibration_windows": calibration_windows}
+    report |= {"new": new, "plot": str(out), "steps": R, "alternations": alternations}
     report["rows"] = [row_of(row, fixed) for row in rows]
     for batch in dict.fromkeys(batches) if new else ():
-        add_times(model, split, rows, Task("cached", batch, context - new, new), alternations, n, report)
+        task = Task("cached", batch, context - new, new)
+        add_times(model, text_of(split, context, held_out.start, batch), rows, task, alternations, report)
     draw(report["rows"], out)
     return report
 
@@ -126,8 +133,8 @@ def calibrated(
     return list(dict.fromkeys(found))
 
 
-def measured(model: RecurrentDepthModel, split: Split, policy: ExitPolicy, n: int) -> Row:
-    result = halted_loss(model, split, Exit.of(model, policy), limit=n).of(slice(n // 2, None))
+def measured(model: RecurrentDepthModel, split: Split, policy: ExitPolicy, windows: slice) -> Row:
+    result = halted_loss(model, split, Exit.of(model, policy), limit=windows.stop).of(windows)
     return Row(policy, result, cost.halting_flops(model, result.shares, model.config.context, policy.reads_out))
 
 
@@ -165,13 +172,15 @@ def bootstrap(differences: Tensor) -> tuple[float, float]:
     return low, high
 
 
+def text_of(split: Split, context: int, first: int, n: int) -> Tensor:
+    """Tokens (n, T) of the windows from `first` on."""
+    return torch.stack([torch.from_numpy(split.window(split.tile(first + i, context), context)[0]) for i in range(n)])
+
+
 def add_times(
-    model: RecurrentDepthModel, split: Split, rows: Sequence[Row], task: Task, alternations: int, n: int,
-    report: dict[str, Any],
-) -> None:  # fmt: skip
-    """Time of a decoding step, one token of each row, and the speed-up against all steps."""
-    starts = [split.tile(i, model.config.context) for i in range(n // 2, n // 2 + task.batch)]
-    text = torch.stack([torch.from_numpy(split.window(start, model.config.context)[0]) for start in starts])
+    model: RecurrentDepthModel, text: Tensor, rows: Sequence[Row], task: Task, alternations: int, report: dict[str, Any]
+) -> None:
+    """Time of a decoding step, one token of each row of text (B, T), and the speed-up against all steps."""
     text, contestants = text.to(model.device), []
     for row in rows:
         prompts = text[:, : task.prompt].tolist()
@@ -186,6 +195,7 @@ def add_times(
     full = times[str(FixedDepth(model.config.blocks.R))]
     for entry in report["rows"]:
         own = times[entry["name"]]
+        add_ratio(report, f"ms per token, {entry['name']} / all steps, batch {task.batch}", own, full)
         speedups = sorted(a.per_token / b.per_token for a, b in zip(full, own, strict=True))
         median = median_row(entry["name"], task.batch, own)
         entry.setdefault("speed", {})[str(task.batch)] = {
@@ -203,26 +213,46 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """A table for people, then the report as one JSON line."""
+    """Tables for people, then the report as one JSON line."""
     console = Console(highlight=False, soft_wrap=True)
-    on = f"on {report['device']} ({report['threads']} threads)"
-    table = Table(title=f"{report['run']}: leaving one by one, {report['windows']} windows, {on}", box=box.SIMPLE)
-    batches = list(report["rows"][0].get("speed", {}))
-    columns = ["exit", "mean depth", "loss", "against all", "MFLOPs", "predicted"]
-    columns += [f"{what}, batch {batch}" for batch in batches for what in ("ms/token", "speed-up")]
-    for column in (*columns, "less fixed depth of equal cost [95 %]"):
-        table.add_column(column, justify="left" if column == "exit" else "right")
-    for row in report["rows"]:
-        cells = [row["name"], f"{row['mean_depth']:.2f}", f"{row['loss']:.4f}", f"{row['loss_increase']:+.4f}",
-                 f"{row['flops_per_token'] / 1e6:.2f}", f"{row['predicted_speedup']:.2f}"]  # fmt: skip
-        for batch in batches:
-            speed = row["speed"][batch]
-            cells += [f"{speed['ms_per_token']:.2f}", f"{speed['speedup']:.2f}"]
-        if against := row.get("against_fixed"):
-            low, high = against["interval"]
-            difference = f"{against['difference']:+.4f} [{low:+.4f}, {high:+.4f}]"
-            cells.append(f"depth {against['depth']:.2f}: {difference} {against['verdict']}")
-        table.add_row(*cells)
-    console.print(table)
+    console.print(loss_table(report))
+    for batch in report["rows"][0].get("speed", {}):
+        console.print(time_table(report, batch))
     console.print(f"drawn in {report['plot']}")
     print(json.dumps(report))
+
+
+def table_of(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))  # 80 columns have to do
+    for column in columns:
+        table.add_column(column, justify="left" if column == "exit" else "right", no_wrap=True)
+    return table
+
+
+def loss_table(report: dict[str, Any]) -> Table:
+    columns = ("exit", "depth", "loss", "MFLOPs", "equal", "less its loss [95 %]", "")
+    table = table_of(
+        f"{report['run']}: loss on {report['windows']} windows, against the fixed depth of equal FLOPs", columns
+    )
+    for row in report["rows"]:
+        cells = [row["name"], f"{row['mean_depth']:.2f}", f"{row['loss']:.4f}", f"{row['flops_per_token'] / 1e6:.2f}"]
+        if against := row.get("against_fixed"):
+            low, high = against["interval"]
+            cells += [f"{against['depth']:.2f}", f"{against['difference']:+.4f} [{low:+.4f}, {high:+.4f}]"]
+            cells += [against["verdict"]]
+        table.add_row(*cells)
+    return table
+
+
+def time_table(report: dict[str, Any], batch: str) -> Table:
+    on = f"{report['device']} ({report['threads']} threads)"
+    columns = ("exit", "ms/token", "range", "speed-up", "range", "by FLOPs", "by steps")
+    table = table_of(f"decoding, batch {batch}, on {on}", columns)
+    for row in report["rows"]:
+        speed = row["speed"][batch]
+        (low, high), (least, most) = speed["spread"], speed["speedup_spread"]
+        table.add_row(
+            row["name"], f"{speed['ms_per_token']:.2f}", f"{low:.2f}-{high:.2f}", f"{speed['speedup']:.2f}",
+            f"{least:.2f}-{most:.2f}", f"{row['predicted_speedup']:.2f}", f"{report['steps'] / row['mean_depth']:.2f}",
+        )  # fmt: skip
+    return table

@@ -113,7 +113,9 @@ class Halting:
     mean_depths: list[float] = field(default_factory=list)
     """What to calibrate for; without it R/4, R/3, R/2 and 2R/3."""
     windows: int = 64
-    """Windows of the run's own validation split: half of them to calibrate on, the others to evaluate."""
+    """Windows of the run's own validation split to evaluate on."""
+    calibration_windows: int = 32
+    """Those before them, to calibrate on."""
     batch: list[int] = field(default_factory=lambda: [1])
     """Rows at a time, where time is taken."""
     new: int = 64
@@ -184,8 +186,8 @@ def run_halting(arguments: list[str]) -> None:
 
     use_threads(command.threads)
     report = bench_halting(
-        command.run, command.exits, command.mean_depths, windows=command.windows, batches=command.batch,
-        new=command.new, alternations=command.alternations, device=command.device, out=command.out,
+        command.run, command.exits, command.mean_depths, windows=command.windows,
+        calibration_windows=command.calibration_windows, batches=command.batch, new=command.new, alternations=command.alternations, device=command.device, out=command.out,
     )  # fmt: skip
     show(report)
 
