@@ -34,6 +34,7 @@ from grt.train.loop import open_data
 from grt.train.plots import figure_of_losses
 
 RESAMPLES = 2000
+SHARES = (1 / 4, 1 / 3, 1 / 2, 2 / 3)  # of all steps: the mean depths that thresholds are calibrated for
 
 
 @dataclass
@@ -67,8 +68,8 @@ class Fed:
 
 def bench_halting(
     run: Path, exits: Sequence[str] = (), mean_depths: Sequence[float] = (), *, windows: int = 64,
-    calibration_windows: int = 32, batches: Sequence[int] = (1,), new: int = 64, alternations: int = 5, device: str = "auto",
-    out: Path = Path("halting.png"),
+    calibration_windows: int = 32, batches: Sequence[int] = (1,), new: int = 64, alternations: int = 5,
+    device: str = "auto", out: Path = Path("halting.png"),
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of the bench, and the plot."""
     at_least("--windows", windows, 2)
@@ -83,7 +84,7 @@ def bench_halting(
     if new == 1 or not 0 <= new < context:
         raise ConfigError(f"--new is {new}: give 2 to {context - 1}, which leaves a prompt, or 0 to take no time.")
     wanted = policies_of(model, exits)
-    targets = [*mean_depths] or [R / 4, R / 3, R / 2, 2 * R / 3]
+    targets = [*mean_depths] or [max(share * R, 1) for share in SHARES]
     for target in targets:
         if not 1 <= target <= R:
             raise ConfigError(f"--mean-depths has {target:g}: give numbers from 1 to the {R} steps of a token.")
@@ -91,8 +92,8 @@ def bench_halting(
     held_out = slice(calibration_windows, n_windows(split, context, calibration_windows + windows))
     if held_out.stop - held_out.start < max(2, *batches):
         raise ConfigError(
-            f"{held_out.stop} windows are too few to calibrate on {calibration_windows} and to measure, and decode rows, "
-            "on others: give fewer --calibration-windows or --batch, or more --windows."
+            f"{held_out.stop} windows are too few to calibrate on {calibration_windows} and to measure on others: give "
+            "fewer --calibration-windows, a smaller --batch, or more --windows."
         )
     fixed = [measured(model, split, FixedDepth(k), held_out) for k in range(1, R + 1)]
     found = calibrated(model, split, wanted, targets, calibration_windows)

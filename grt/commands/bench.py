@@ -187,7 +187,8 @@ def run_halting(arguments: list[str]) -> None:
     use_threads(command.threads)
     report = bench_halting(
         command.run, command.exits, command.mean_depths, windows=command.windows,
-        calibration_windows=command.calibration_windows, batches=command.batch, new=command.new, alternations=command.alternations, device=command.device, out=command.out,
+        calibration_windows=command.calibration_windows, batches=command.batch, new=command.new,
+        alternations=command.alternations, device=command.device, out=command.out,
     )  # fmt: skip
     show(report)
 
