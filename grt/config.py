@@ -199,7 +199,8 @@ class TrainConfig:
     init_from: str = ""
     """A run, checkpoint or model folder whose weights to start from; everything else starts anew."""
     init_tie: Literal["average", "stepwise"] = "average"
-    """The core from a dense model of as many layers: the mean of the layers that it ties, or evenly spaced ones."""
+    """The core from a dense model of as many layers: the mean of the layers that it ties, or evenly spaced ones. Of no
+    account where init_from is recurrent itself, or nothing."""
     stage: Literal[1, 2] = 1
     """2: train only what the method adds in a second stage (Ouro: the exit gate), from a run of the first one."""
     steps: int = 20_000

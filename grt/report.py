@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from grt.eval_report import evaluation_report, show_evaluation
 from grt.exits import NOBODY, Wanted, find_exit
 from grt.infer.generate import Stream
 from grt.infer.sampling import Sampling
+from grt.infer.speculative import Draft, SpeculativeStream
 from grt.infer.text import TextStream
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model import cost
 from grt.model.precision import resolve_device, resolve_dtype
-from grt.presets import PRESETS, preset
+from grt.presets import PRESETS, SIZES, preset
 from grt.train.checkpoint import find_checkpoint, load_model, replace_file
 from grt.train.log import Output, read_metrics
 
@@ -29,10 +30,11 @@ console = Output()
 
 def generation_report(
     run: Path, prompt: str, *, device: str = "auto", dtype: str = "fp32", show: Callable[[str], None] | None = None,
-    stop: Sequence[str] = (), logprobs: bool = False, seed: int = 0, exit: Wanted = NOBODY,
-    **options: Any,
+    stop: Sequence[str] = (), logprobs: bool = False, seed: int = 0, draft: Draft | None = None,
+    exit: Wanted = NOBODY, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON document of `grt generate`; `show` is given the prompt and then the text as it comes. options: Stream's.
+    """The JSON document of `grt generate`; `show` is given the prompt and then the text as it comes. draft: speculative
+    decoding. options: Stream's.
 
     A stop string is not part of the text, but the tokens that spell it are among the tokens.
     """
@@ -44,9 +46,11 @@ def generation_report(
         ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
     except UnicodeEncodeError:
         raise ConfigError("the prompt is not UTF-8: convert it first.") from None
-    options["exit"] = find_exit(run, model, exit, options.get("depth"))
     text, logs, depths = TextStream(tokenizer.decode, stop), [], []
-    steps, start = Stream(model, [ids], seeds=[seed], stop_ids=[tokenizer.eot], **options), time.perf_counter()
+    options |= {"seeds": [seed], "stop_ids": [tokenizer.eot]}
+    options["exit"] = find_exit(run, model, exit, options.get("depth"))
+    speculative = None if draft is None else SpeculativeStream(model, [ids], draft=draft, **options)
+    steps, start = speculative or Stream(model, [ids], **options), time.perf_counter()
     show = show or (lambda piece: None)
     show(prompt)
     for (drawn,) in steps:
@@ -68,6 +72,7 @@ def generation_report(
         "mean_depth": math.fsum(depths) / n if n else float(deepest),
         "tokens_per_s": n / max(seconds, 1e-9),
         **({"logprobs": logs} if logprobs else {}),
+        **({"speculative": speculative.report()} if speculative else {}),
     }
 
 
@@ -137,34 +142,58 @@ def diagram(layout: Layout) -> str:
     return f"{before}{core}{after}\n{loop}"
 
 
+def equal_ones(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The different values, each with all of its names: {a: 1, b: 2, c: 1} -> [(a, c; 1), (b; 2)]."""
+    different = [value for i, value in enumerate(values.values()) if value not in list(values.values())[:i]]
+    return [(", ".join(name for name in values if values[name] == value), value) for value in different]
+
+
 def show_info(report: dict[str, Any]) -> None:
     table = Table(title=f"{report['name']}: {report['method']} {report['layout']}", show_header=False)
     flops = report["flops_per_token"]
     rows = [(f"parameters, {k.replace('_', ' ')}", f"{v:,}") for k, v in report["parameters"].items()]
     rows += [("block executions", str(report["block_executions"]))]
     rows += [(f"MFLOPs per token, {k.replace('_', ' ')}", f"{v / 1e6:,.2f}") for k, v in flops.items()]
-    rows += [(f"KV bytes per token, {k}", f"{v:,}") for k, v in report["kv_bytes_per_token"].items()]
-    for strategy, by_batch in report["decode_memory_bytes"].items():
+    rows += [(f"KV bytes per token, {names}", f"{v:,}") for names, v in equal_ones(report["kv_bytes_per_token"])]
+    for names, by_batch in equal_ones(report["decode_memory_bytes"]):
         for batch, size in by_batch.items():
-            rows.append((f"decode memory, {strategy}, batch {batch} (bf16, full context)", f"{size / 2**20:,.1f} MiB"))
+            rows.append((f"decode memory, {names}, batch {batch} (bf16, full context)", f"{size / 2**20:,.1f} MiB"))
     for row in rows:
         table.add_row(*row)
     console.print(diagram(Layout.parse(report["layout"])))
     console.print(table)
 
 
-def show_list(folder: Path) -> None:
-    """Presets, methods and the runs below `folder` with how far each got."""
-    table = Table(title="presets")
-    for column in ("name", "method", "layout", "width", "context", "steps", "tokens"):
-        table.add_column(column)
-    for name in PRESETS:
-        c = preset(name)
-        tokens = f"{c.train.steps * c.train.tokens_per_step / 1e6:,.0f} M"
-        table.add_row(name, c.model.method_name, c.model.layout, str(c.model.d_model), str(c.model.context),
-                      f"{c.train.steps:,}", tokens)  # fmt: skip
-    console.print(table)
+def show_list(what: str) -> None:
+    """The presets that have `what` in their names; else all of them, methods, and the runs below the folder `what`."""
+    some = [name for name in PRESETS if what in name]
+    if some and not Path(what).is_dir():
+        return show_presets(some)
+    show_presets(PRESETS)
     console.print(f"methods: dense (a layout without a core), {', '.join(METHODS)}")
+    show_runs(Path(what))
+
+
+def show_presets(names: Iterable[str]) -> None:
+    """A table for each size, nano first, by name."""
+    by_size: dict[str, list[str]] = {"nano": [], **{size: [] for size in SIZES}}
+    for name in sorted(names):
+        by_size[next((size for size in SIZES if size in name.split("-")), "nano")].append(name)
+    for size, names in by_size.items():
+        if names:
+            table = Table(title=f"presets, {size}")
+            for column in ("name", "method", "layout", "width", "context", "steps", "tokens"):
+                table.add_column(column)
+            for name in names:
+                c = preset(name)
+                tokens = f"{c.train.steps * c.train.tokens_per_step / 1e6:,.0f} M"
+                table.add_row(name, c.model.method_name, c.model.layout, str(c.model.d_model), str(c.model.context),
+                              f"{c.train.steps:,}", tokens)  # fmt: skip
+            console.print(table)
+
+
+def show_runs(folder: Path) -> None:
+    """How far each run got."""
     runs = sorted(p.parent for p in folder.rglob("config.json") if (p.parent / "metrics.jsonl").exists())
     if not runs:
         console.print(f"no runs under {folder}")

@@ -231,7 +231,7 @@ def within_two_percent(report, rows):
 
 
 def test_memory_is_the_closed_form():
-    strategies = ["full", "mean", "first", "last", "first:all"]
+    strategies = ["full", "mean", "first", "last", "first:all", "mod:2", "mod:9"]
     report = memory.bench_memory("nano", [1, 4], strategies)
     grt = [("grt nano", kv, B) for kv in strategies for B in (1, 4)]
     within_two_percent(report, [("dense nano", "full", 1), ("dense nano", "full", 4), *grt])
@@ -239,11 +239,13 @@ def test_memory_is_the_closed_form():
     # the prompt phase of a strategy that shares has six slots for the core's block beside the one that remains
     slots = 4 * 128 * 256 * 4
     assert by["mean", 4]["prompt_phase_bytes"] - by["mean", 4]["bytes"] == pytest.approx(6 * slots, rel=0.02)
+    assert by["mod:2", 4]["bytes"] - by["mean", 4]["bytes"] == pytest.approx(slots, rel=0.02)  # one more of them
+    assert by["mod:9", 4]["bytes"] == pytest.approx(by["full", 4]["bytes"], rel=1e-3)
     assert by["full", 4]["prompt_phase_bytes"] == pytest.approx(by["full", 4]["bytes"], rel=1e-3)
     ratio = report["ratios"]["memory, grt nano mean / dense nano, batch 4"]
     assert ratio == by["mean", 4]["bytes"] / report["rows"][1]["bytes"]
-    with pytest.raises(ConfigError, match="kv is 'mod:2': choose among full, first, last, mean, first:all"):
-        memory.bench_memory("nano", kv=["mod:2"])
+    with pytest.raises(ConfigError, match="kv is 'mod:0': choose one of full, first, last, mean, mod:K, first:all"):
+        memory.bench_memory("nano", kv=["mod:0"])
 
 
 @pytest.mark.slow
@@ -290,12 +292,20 @@ def test_dial(of_text, tmp_path, capsys):
     assert [row["name"] for row in some["rows"]] == ["depth 1", "depth 3"]
 
 
+def test_dial_warns_once_of_depths_beyond_training(of_text, tmp_path):
+    of_text()
+    with pytest.warns(UserWarning, match="depth 5 is beyond the 3 steps") as told:
+        dial.bench_dial("run", [2, 4, 5], new=4, windows=1, alternations=1, device="cpu", out=tmp_path / "dial.png")
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
         ("4L", {}, "run is a dense model, 4L, with one depth only: give a recurrent one"),
         ("1+2x3+1", {"new": 12}, "--new 12 leaves no room for a prompt in model.context 12"),
         ("1+2x3+1", {"depths": [0, 2]}, "depth is 0: give at least 1"),
+        ("1+2x3+1", {"depths": [1, 10**7]}, "depth is 10000000: give at most 192"),
     ],
 )
 def test_dial_refuses(of_text, tmp_path, layout, options, message):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from grt.config import ConfigError
 from grt.methods import METHODS
 from grt.model.block import project
 from grt.model.cache import KVCache
@@ -223,3 +224,50 @@ def test_a_cleared_cache_is_a_new_one(tiny, ids, method, strategy):
     got = cached(model, ids, cache, [PROMPT] + 7 * [1])
     torch.testing.assert_close(got, cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1]), **EXACT)
     assert cache.nbytes == size or method in ROUTED  # whose room grows with need
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"batch": 0}, "^batch is 0: it must be at least 1"),
+        ({"capacity": 0}, "^capacity is 0: it must be at least 1"),
+        ({"capacity": -3}, "^capacity is -3"),
+        ({"capacity": 13}, "a cache of 13 tokens is more than model.context 12"),
+        ({"prompt": 0}, "^prompt is 0: it must be at least 1"),
+        ({"capacity": 6, "prompt": 7}, "^prompt is 7: it must be at most the capacity, 6"),
+        ({"depth": 0}, "^depth is 0: it must be at least 1"),
+        ({"depth": 193}, "^depth is 193: it must be at most 64 times the model's 3 steps"),
+    ],
+    ids=str,
+)
+def test_sizes_that_make_no_sense(tiny, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        KVCache(tiny(), **{"batch": 2, "capacity": 12} | sizes)
+
+
+def test_a_dense_model_has_no_depth(tiny):
+    assert KVCache(tiny(layout="4L"), 1, 1, depth=0).depth == 0
+
+
+@some_cases
+def test_a_pass_that_is_too_deep_leaves_the_cache_as_it_was(tiny, ids, method, strategy):
+    model, cache = tiny(method), make(tiny(method), strategy, depth=2)
+    cached(model, ids[:, :6], cache, [PROMPT, 1], depth=2)
+    with pytest.raises(ConfigError, match="depth 3 is beyond the 2 steps of the cache"):
+        cached(model, ids[:, 6:7], cache, [1], depth=3, prompt=-1)
+    assert cache.length == 6
+    want = cached(model, ids[:, :8], make(model, strategy, depth=2), [PROMPT, 1, 1, 1], depth=2)
+    torch.testing.assert_close(cached(model, ids[:, 6:8], cache, [1, 1], depth=2, prompt=-1), want[:, 6:], **EXACT)
+
+
+def test_a_frozen_cache_takes_one_token_at_a_time(tiny, ids):
+    model, cache = tiny(), make(tiny(), "full")
+    cached(model, ids[:, :PROMPT], cache, [PROMPT])
+    cache.commit()
+    cache.freeze()
+    cache.advance()
+    with pytest.raises(ConfigError, match="a frozen cache takes one token at a time, and 3 came: feed them one by one"):
+        model(ids[:, 5:8], ctx=LoopContext(cache=cache))

@@ -25,7 +25,7 @@ from grt.infer.generate import Drawn
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
 from grt.options import Run
-from grt.presets import preset
+from grt.presets import PRESETS, preset
 from grt.train.checkpoint import load_model
 
 TINY = [
@@ -486,7 +486,7 @@ def test_an_empty_prompt_starts_a_document(document, run):
 
 def test_a_prompt_that_is_longer_than_the_context(document, refused, run):
     long = ("generate", run, "--prompt", "x" * 100, "--max-new-tokens", "2")
-    assert "100 tokens and 2 new ones are more than model.context 16" in refused(*long)
+    assert "a prompt of 100 tokens leaves no room for new ones in model.context 16: shorten it" in refused(*long)
     report = document(*long, "--crop")
     assert report["prompt"] == "x" * 100 and len(report["tokens"]) == 2
 
@@ -539,11 +539,25 @@ def test_info_of_a_dense_preset(document):
 
 def test_info_and_list_tables_are_whole_when_piped(grt, run):
     out = grt("info", run)
-    assert "parameters, total" in out and "decode memory, first:all, batch 32 (bf16, full context)" in out
+    assert "parameters, total" in out and "KV bytes per token, full  " in out
+    assert out.count("first, last, mean, first:all") == 3 and "first:all, batch 32 (bf16, full context)" in out
     out = grt("list", run.parent)
     assert str(run) in out and "grt-nano" in out and "dense-nano" in out and "ladder" in out
     assert re.search(rf"│ {re.escape(str(run))} +│ grt-nano +│ grt +│ 1\+1x6\+1 │ 4/4 ", out)
     assert max(map(len, out.splitlines())) < 500
+
+
+def test_list_of_some_presets(grt, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = grt("list", "grt-")
+    names = re.findall(r"^│ (\S+)", out, re.M)
+    assert names[:2] == ["grt-nano", "grt-nano-paper"] and names[-1] == "grt-large-isoparam"
+    assert all("grt-" in name for name in names) and "runs" not in out
+    assert re.findall(r"^presets, (\w+)", out, re.M) == ["nano", "small", "medium", "large"]
+    out = grt("list")
+    assert sorted(re.findall(r"^│ (\S+)", out, re.M)) == sorted(PRESETS) and "no runs under runs" in out
+    (tmp_path / "grt-").mkdir()  # a folder comes first
+    assert "no runs under grt-" in grt("list", "grt-")
 
 
 def test_list_goes_on_past_broken_runs_and_takes_names_as_they_are(grt, run, tmp_path):

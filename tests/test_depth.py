@@ -196,6 +196,7 @@ def test_a_rule_may_refuse_to_go_deeper(tiny):
     [
         ("1+2x3+1", 0, 1, "depth is 0: give at least 1"),
         ("1+2x3+1", -1, 0, "depth is -1: give at least 0"),
+        ("1+2x3+1", 193, 0, "depth is 193: give at most 192, 64 times the 3 steps"),
         ("4L", 1, 0, "depth is 1, but a dense model has no core to repeat"),
         ("4L", -1, 1, "depth is -1: give at least 0"),
     ],

@@ -105,6 +105,11 @@ def test_depths_beyond_training(tiny, split):
         assert losses[depths[-1]] == pytest.approx(naive_loss(model, TOKENS, depths[-1], 8), rel=1e-6)
 
 
+def test_a_depth_that_would_never_end(tiny, split):
+    with pytest.raises(ConfigError, match="depth is 10000000: give at most 192"):
+        evaluate(tiny(), split, depths=[1, 10**7])
+
+
 def test_bits_per_byte(tiny, split):
     """The split has two bytes a token."""
     result = evaluate(tiny(), split)

@@ -8,8 +8,10 @@ import torch
 from tiny import finish, quick, rows, run_until, tiny, write_text
 
 from grt.config import ConfigError, config_hash, load
+from grt.methods import METHODS
 from grt.presets import change
 from grt.train.checkpoint import load_model, sha256, weights_file
+from grt.train.initial import check_source
 from grt.train.loop import Trainer
 
 
@@ -124,6 +126,35 @@ def test_another_model_is_refused(data, source, tmp_path, section, fields, messa
     with pytest.raises(ConfigError, match=f"^train.init_from {source} {message}"):
         Trainer(change(config, **{section: fields}), tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_fields_that_the_weights_do_not_depend_on_may_differ(data, source, tmp_path):
+    """Those of other methods; and of a dense model, those of all methods."""
+    config = other_config(data, source, model={"lora_rank": 3, "router": "mlp", "loop_carry": "raw"})
+    Trainer(config, tmp_path / "run").log.close()
+    dense = {"method": "ladder", "layout": "2L"}
+    finish(tiny(data, model=dense, train={"steps": 1}), tmp_path / "dense")
+    fields = {"method": "grt", "layout": "2L", "gate_temperature": 2.0, "lora_scale": 1.0}
+    Trainer(other_config(data, tmp_path / "dense", model=fields), tmp_path / "run2").log.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("poisson", {"start_std": 0.5}),
+        ("rrt", {"lora_scale": 1.0}),
+        ("rrt", {"lora_rank": 4}),
+        ("mor", {"router_scale": 0.2}),
+        ("ouro", {"loop_carry": "raw"}),
+    ],
+    ids=str,
+)
+def test_fields_of_the_method_are_compared(data, tmp_path, method, fields):
+    theirs = tiny(data, model={"method": method})
+    config = change(theirs, model=fields, train={"init_from": "there"})
+    (name,) = fields
+    with pytest.raises(ConfigError, match=f"^train.init_from there has model.{name} "):
+        check_source(theirs, config, False, METHODS[method].rule.weights_depend_on)
 
 
 def test_another_context_is_refused(data, source, tmp_path):

@@ -1,6 +1,7 @@
 """What was broken once: memory of truncated passes, graphs of compiled blocks, broken gates, leaks that went unsaid."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,7 @@ def test_cloze_scores_the_bytes_that_it_names():
             ["generate", "models/grt-nano", "--repetition-penalty", "1e-310"],
             "repetition_penalty is 1e-310: it must",
         ),
+        (["generate", "models/grt-nano", "--depth", "10000000"], "depth is 10000000: give at most 384, 64 times"),
     ],
 )
 def test_options_that_say_nothing(capsys, monkeypatch, arguments, message):
@@ -205,3 +207,12 @@ def test_a_prompt_may_be_read_in_pieces(tiny):
     want = Decoder(model, prompts, 4, kv="mean").prefill()
     for chunk in (1, 2, 3):
         torch.testing.assert_close(Decoder(model, prompts, 4, kv="mean").prefill(chunk), want, rtol=0, atol=1e-11)
+
+
+def test_text_too_short_for_any_window_is_said_to_be(tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("a line\n" * 10)
+    (tmp_path / "long.txt").write_text("a line\n" * 3000)
+    for name, splits in (("short", ["train", "val"]), ("long", [])):
+        assert cli.main(["prepare", str(tmp_path / f"{name}.txt"), "--out", str(tmp_path / name)]) == 0
+        notes = re.findall(r"^note: (\w+) has \d+ tokens, too few for a window", capsys.readouterr().err, re.M)
+        assert notes == splits

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 from grt.config import config_hash, load
+from grt.paper import learning_rates
+from grt.paper.experiment import EXPERIMENTS, experiments
+from grt.paper.recipes import NANO_FACTOR, SEEDS, nano
+from grt.paper.results import Results
 from grt.presets import change, preset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,3 +35,28 @@ def test_each_run_is_the_preset_under_one_recipe(folder):
     want = change(preset(f"{folder.name}-nano"), train={"steps": steps})
     assert config_hash(config) == config_hash(want)
     assert {path.name for path in folder.iterdir()} == {"config.json", "env.json", "metrics.jsonl", "eval.json"}
+
+
+NANO = ROOT / "results" / "nano"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_table_of_the_nano_study_is_built_from_its_runs(name, tmp_path):
+    results = Results(ROOT / "results", "nano", SEEDS)
+    [experiment] = experiments(name)
+    report = experiment.build(results)
+    assert (NANO / f"{experiment.file}.md").read_text(encoding="utf-8") == report.markdown()
+    for table in report.tables:
+        assert (NANO / "tables" / f"{table.name}.csv").read_text(encoding="utf-8") == table.csv()
+        assert (NANO / "tables" / f"{table.name}.tex").read_text(encoding="utf-8") == table.latex()
+    assert all((NANO / f"{figure}.png").exists() for figure in report.figures)
+
+
+def test_the_recipe_has_the_rates_that_the_sweep_chose():
+    """Where a method's sweep is finished: the factor in recipes.py has the smallest loss."""
+    results = Results(ROOT / "results", "nano", SEEDS[:1])
+    for name in learning_rates.ROWS:
+        losses = {f: results.losses(nano(name, f, -2.0)) for f in learning_rates.FACTORS}
+        if all(losses.values()):
+            best = min(losses, key=lambda factor: losses[factor][SEEDS[0]])
+            assert NANO_FACTOR.get(name, 1.0) == best, name

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from grt.config import ConfigError
+from grt.infer import onerow
+from grt.infer.decoder import Decoder
 from grt.infer.generate import Stream
 from grt.infer.sampling import Sampling
 from grt.methods import METHODS
@@ -95,13 +97,15 @@ SEEDS = [5, 6, 5]
 DRAWN = Sampling(temperature=0.5, top_p=0.98, repetition_penalty=1.3)
 
 
-@every_model
+# Nothing is shared in a dense model.
+OPTIONS = [{}, {"kv": "first"}, {"crop": True, "max_new_tokens": 14}]
+WAYS = [(*model, options) for model in MODELS for options in OPTIONS if model[1] != "4L" or "kv" not in options]
+
+
+@pytest.mark.parametrize(("method", "layout", "options"), WAYS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("options", [{}, {"kv": "first"}, {"crop": True, "max_new_tokens": 14}], ids=str)
 def test_a_row_of_a_batch_is_the_row_alone(tiny, method, layout, dtype, options):
     """Padded, with rows that end at different times and leave; the batch in another order too."""
-    if layout == "4L" and "kv" in options:
-        pytest.skip("nothing is shared in a dense model")
     model = tiny(method, layout, dtype=dtype, spread=0.4)
     options = {"max_new_tokens": 7, "sampling": DRAWN} | options
     rows = [alone(model, prompt, seeds=[seed], **options) for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
@@ -228,6 +232,30 @@ def test_deeper_than_trained(tiny):
         cached = alone(model, [3, 1, 4], depth=5, sampling=GREEDY)
     with pytest.warns(UserWarning, match="depth 5 is beyond"):
         assert cached == alone(model, [3, 1, 4], depth=5, sampling=GREEDY, crop=True)[:9]
+
+
+COMPILED = [m for m in MODELS if not m[0].startswith("mor")]  # a router's rows have no fixed number
+SHARING = [(*model, kv) for model in COMPILED for kv in ("full", "first") if model[1] != "4L" or kv == "full"]
+
+
+@pytest.mark.parametrize(("method", "layout", "kv"), SHARING)
+def test_one_row_in_sums_is_the_same(tiny, monkeypatch, method, layout, kv):
+    """What is compiled for a single row on a CPU, without compiling it."""
+    model, used = tiny(method, layout, dtype=torch.float32), []
+    for name in ("linear", "attention"):
+        real = getattr(onerow, name)
+        monkeypatch.setattr(onerow, name, lambda *args, name=name, real=real: used.append(name) or real(*args))
+    executions = model.config.blocks.n_executions()
+    plain, sums = (Decoder(model, [[3, 1, 4]], 6, kv=kv) for _ in range(2))
+    torch.testing.assert_close(sums.prefill(), plain.prefill(), rtol=0, atol=0)
+    for token in (5, 9, 2):
+        want = plain.step(torch.tensor([token]))
+        assert not used
+        with onerow.OneRow():
+            got = sums.step(torch.tensor([token]))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert used.count("attention") == executions and used.count("linear") >= 4 * executions + 1
+        used.clear()
 
 
 @pytest.mark.slow

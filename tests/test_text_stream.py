@@ -1,8 +1,10 @@
 """TextStream against the plain rule: decode everything, and cut before the first stop string that is complete."""
 
 import itertools
+from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,3 +89,79 @@ def test_the_first_to_be_complete_ends_it():
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ConfigError, match="a stop string is empty"):
         TextStream(ByteTokenizer().decode, ["a", ""])
+
+
+def byte_fallback(path: Path) -> Path:
+    """As SentencePiece's: a space is part of the word behind it and falls away at the start of a text; characters that
+    are no words are written in bytes, a run of which is either all text or none of it."""
+    words = ["<unk>", "</s>", "▁", "▁one", "▁two", "▁o", "ne", ",", *(f"<0x{b:02X}>" for b in range(256))]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=0, byte_fallback=True)
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.save(str(path))
+    return path
+
+
+def word_pieces(path: Path) -> Path:
+    words = ["[UNK]", "[SEP]", "one", "two", "##ne", "##two", "o", ","]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    tokenizer.save(str(path))
+    return path
+
+
+ENGLISH, MIXED = "one two, onetwo two one, ", "one 東京, 😀😀😀😀😀😀😀😀 größer "
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("bytes", ENGLISH),
+        ("bytes", MIXED),
+        ("gpt2", ENGLISH),
+        ("gpt2", MIXED),
+        (byte_fallback, ENGLISH),
+        (byte_fallback, MIXED),
+        (word_pieces, ENGLISH),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or ascii(value[:7]),
+)
+def test_it_decodes_as_many_ids_as_there_are(tmp_path, name, text):
+    """Times a constant, and not their square; what comes out is the text of all."""
+    tokenizer = get_tokenizer(name if isinstance(name, str) else f"hf:{name(tmp_path / 'tokenizer.json')}")
+    ids, decoded = [int(i) for i in tokenizer.encode(40 * text)], []
+
+    def decode(some):
+        decoded.append(len(some))
+        return tokenizer.decode(some)
+
+    out, stream = pieces(ids, ["absent", text + text[:-1] + "!"], decode)
+    assert "".join(out) == stream.text == tokenizer.decode(ids)
+    assert len(ids) > 300 and sum(decoded) < 25 * len(ids) and max(decoded) < 32
+
+
+@given(st.lists(st.one_of(LETTERS.map(str.encode), st.binary(min_size=1, max_size=2)), max_size=200), STOPS)
+def test_long_text_of_any_bytes(data, stops):
+    """Cut in the middle of characters, of what is none, of stop strings."""
+    ids = b"".join(data)
+    out, stream = pieces(ids, stops)
+    text = ids.decode(errors="replace")
+    assert "".join(out) == plain(text, stops) and stream.ended == (plain(text, stops) != text)
+
+
+def test_bytes_that_are_no_text_are_not_decoded_for_ever():
+    decoded = []
+    out, _ = pieces(1000 * b"\xff", (), lambda ids: decoded.append(len(ids)) or bytes(ids).decode(errors="replace"))
+    assert "".join(out) == 1000 * "\ufffd" and sum(decoded) < 50 * 1000

@@ -105,7 +105,8 @@ def grt(*arguments: object, **options) -> subprocess.CompletedProcess:
 
 # A process that can be killed costs seconds when it imports torch itself: these are forked from one that has.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["grt.train.loop", "grt.cli", "tiny"])
+# torch._dynamo takes seconds more, and the first optimizer imports it.
+forkserver.set_forkserver_preload(["grt.train.loop", "grt.cli", "torch._dynamo", "grt.paper.results", "tiny"])
 
 
 def start(function, *arguments: object, stderr: Path | None = None) -> multiprocessing.Process:

@@ -17,18 +17,17 @@ from rich.table import Table
 
 from grt.bench.decoding import empty_report
 from grt.bench.latency import pair_of
-from grt.config import ConfigError, ModelConfig, at_least
+from grt.config import ModelConfig, at_least
 from grt.methods import build_model
 from grt.model import cost
 from grt.model.cache import KVCache
 from grt.model.context import LoopContext
 from grt.model.recurrent import RecurrentDepthModel, last_of
-from grt.model.sharing import STRATEGIES
+from grt.model.sharing import parse_strategy
 from grt.train.memory import LiveStorages
 
 GIB = 2**30
 PROMPT = 4  # tokens
-SHARING = tuple(strategy for strategy in STRATEGIES if strategy != "mod:K")  # those with a closed form
 # tab:decode_mem, in GiB: (size, model, kv) -> batch -> memory
 PAPER = {
     ("medium", "dense", "full"): {1: 0.75, 32: 3.66},
@@ -70,8 +69,8 @@ def bench_memory(
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of the bench; ratios are to the dense model at the same batch."""
     at_least("--batch", min(batches), 1)
-    if unknown := [strategy for strategy in kv if strategy not in SHARING]:
-        raise ConfigError(f"kv is {unknown[0]!r}: choose among {', '.join(SHARING)}.")
+    for strategy in kv:
+        parse_strategy(strategy)  # before anything is built
     report = empty_report("memory", torch.device("cpu"), torch.bfloat16)
     dense_bytes: dict[int, int] = {}
     for kind, config in zip(("dense", "grt"), reversed(pair_of(size)), strict=True):
@@ -90,7 +89,7 @@ def bench_memory(
 
 def row_of(model: RecurrentDepthModel, kind: str, size: str, kv: str, batch: int) -> dict[str, Any]:
     prompt_phase, decode_phase = held(model, kv, batch)
-    closed_form = cost.decode_memory(model, (batch,))[kv][str(batch)]
+    closed_form = cost.decode_memory(model, (batch,), (kv,))[kv][str(batch)]
     return {
         "name": f"{kind} {size}", "kv": kv, "batch": batch, "bytes": decode_phase, "closed_form_bytes": closed_form,
         "difference": decode_phase / closed_form - 1, "prompt_phase_bytes": prompt_phase,

@@ -75,7 +75,7 @@ class Memory:
     batch: list[int] = field(default_factory=lambda: [1, 32])
     """Rows at a time."""
     kv: list[str] = field(default_factory=lambda: ["full", "mean"])
-    """How GRT's steps share keys and values."""
+    """How GRT's steps share keys and values: full, first, last, mean, mod:K or first:all."""
 
 
 @dataclass
@@ -128,6 +128,30 @@ class Halting:
     """CPU threads; 0: as many as torch takes by itself."""
     out: Path = Path("halting.png")
     """The plot."""
+
+
+@dataclass
+class Speculative:
+    """Decoding with drafts against plain decoding, of one trained model: a table, then one JSON line."""
+
+    run: Run
+    """A run's folder, one of its checkpoints, or a model folder."""
+    draft_depth: list[int] = field(default_factory=list)
+    """Steps of a draft; without it 1, 2 and 3."""
+    draft_tokens: list[int] = field(default_factory=lambda: [2, 4, 8])
+    """Drafts before each verification; without --compile, a number that adapts is measured beside these."""
+    new: int = 128
+    """Tokens to generate, after a prompt that fills the rest of the context."""
+    prompts: int = 10
+    """Prompts, from the run's own validation split: one a turn."""
+    temperature: float = 0.8
+    """0 is greedy."""
+    compile: bool = False
+    """Compile both, which takes long."""
+    device: Device = "auto"
+    """Where to compute."""
+    threads: int = 0
+    """CPU threads; 0: as many as torch takes by itself."""
 
 
 def run_training(arguments: list[str]) -> None:
@@ -193,6 +217,18 @@ def run_halting(arguments: list[str]) -> None:
     show(report)
 
 
+def run_speculative(arguments: list[str]) -> None:
+    command = parse(Speculative, arguments, "bench speculative")
+    from grt.bench.speculative import bench_speculative, show
+
+    use_threads(command.threads)
+    report = bench_speculative(
+        command.run, command.draft_depth, command.draft_tokens, new=command.new, prompts=command.prompts,
+        temperature=command.temperature, compiled=command.compile, device=command.device,
+    )  # fmt: skip
+    show(report)
+
+
 def use_threads(threads: int) -> None:
     import torch
 
@@ -205,15 +241,16 @@ BENCHES: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "training": (run_training, "a step of a recurrent model against dense, or of our dense against peers"),
     "latency": (run_latency, "time per generated token, against dense and transformers"),
     "memory": (run_memory, "weights and caches while decoding, against the closed form"),
-    "halting": (run_halting, "loss, FLOPs and time of tokens that leave one by one, against fixed depths"),
     "dial": (run_dial, "loss against time per token, by depth, of one trained model"),
+    "halting": (run_halting, "loss, FLOPs and time of tokens that leave one by one, against fixed depths"),
+    "speculative": (run_speculative, "time per token with drafts against plain decoding, of one trained model"),
 }
 
 
 def run_bench(arguments: list[str]) -> int:
     name, *rest = arguments or [""]
     if name in ("-h", "--help"):
-        lines = "\n".join(f"  {bench:<9} {what}" for bench, (_, what) in BENCHES.items())
+        lines = "\n".join(f"  {bench:<12} {what}" for bench, (_, what) in BENCHES.items())
         print(f"usage: grt bench WHAT ...\n\n{lines}\n\n`grt bench WHAT --help` shows its options.")
         return 0
     if name not in BENCHES:

@@ -1,7 +1,6 @@
 """`grt list`: what there is to train, and what was trained."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -13,13 +12,13 @@ from grt.options import parse
 class List:
     """Presets, methods, and the runs under a folder."""
 
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")] = Path("runs")
-    """Where to look for runs."""
+    what: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER|PART")] = "runs"
+    """Where to look for runs; or, if there is no such folder, part of the names of presets to show alone."""
 
 
 def run_list(arguments: list[str]) -> int:
     command = parse(List, arguments, "list")
     from grt.report import show_list
 
-    show_list(command.folder)
+    show_list(command.what)
     return 0

@@ -27,6 +27,7 @@ from grt.data.tasks import PREFIX, open_task
 from grt.data.texts import Texts
 from grt.data.token_files import find_token_files
 from grt.data.tokenizer import Tokenizer, get_tokenizer
+from grt.presets import PRESETS, preset
 
 __all__ = ["Prepared", "cache_folder", "load_prepared", "prepare"]
 
@@ -90,6 +91,8 @@ def prepare(
                 )
     if (made or progress) and not quiet:
         _say(_summary(prepared))
+        for line in _too_short(prepared):
+            _say(line)
     return prepared
 
 
@@ -155,6 +158,17 @@ def _summary(prepared: Prepared) -> str:
     meta = prepared.meta
     counts = [f"{k} {split['documents']} documents, {split['tokens']} tokens" for k, split in meta["splits"].items()]
     return f"{meta['source']}: {'; '.join(counts)}; corpus sha256 {meta['corpus_sha256']}; in {prepared.folder}"
+
+
+def _too_short(prepared: Prepared) -> Iterator[str]:
+    """A note for each split that no preset could read a window of. A split without documents is meant to be empty."""
+    shortest = min(preset(name).model.context for name in PRESETS)
+    for name, split in prepared.meta["splits"].items():
+        if split["documents"] and split["tokens"] <= shortest:
+            yield (
+                f"note: {name} has {split['tokens']} tokens, too few for a window of any preset: the shortest takes "
+                f"{shortest} and one more; give more text, or train with a smaller --model.context."
+            )
 
 
 def _say(line: str) -> None:

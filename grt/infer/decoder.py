@@ -7,6 +7,7 @@ Shapes: B batch, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from grt.model.cache import KVCache
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
 from grt.model.recurrent import RecurrentDepthModel, last_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def check_prompts(model: RecurrentDepthModel, prompts: Sequence[Sequence[int]]) -> None:
@@ -57,10 +61,15 @@ class Decoder:
     ) -> None:
         check_prompts(model, prompts)
         longest, context = max(map(len, prompts)), model.config.context
+        if longest + min(max_new, 1) > context:
+            raise ConfigError(
+                f"a prompt of {longest} tokens leaves no room for new ones in model.context {context}: shorten it, or "
+                "let the window slide (crop)."
+            )
         if longest + max_new > context:
             raise ConfigError(
                 f"a prompt of {longest} tokens and {max_new} new ones are more than model.context {context}: ask for "
-                f"at most {max(context - longest, 0)} new tokens, shorten the prompt, or let the window slide (crop)."
+                f"at most {context - longest} new tokens, shorten the prompt, or let the window slide (crop)."
             )
         self.model = model
         self.steps = model.full_depth if depth is None else Depth(depth)
@@ -68,7 +77,7 @@ class Decoder:
         self.prompts, self.longest = prompts, longest
         self.cache = self._cache(len(prompts), longest + max_new, longest, kv)
         self.fixed_shapes = self.cache.core.fixed_shapes
-        self._step = self._compiled() if compiled else self._one_token
+        self._step = self.compiled(self._one_token) if compiled else self._one_token
 
     def _cache(self, batch: int, capacity: int, prompt: int, kv: str) -> KVCache:
         return KVCache(self.model, batch, capacity, strategy=kv, depth=self.steps.steps, prompt=prompt)
@@ -113,19 +122,20 @@ class Decoder:
         self.cache.reorder(torch.tensor(rows, device=self.model.device))
         self.prompts = [self.prompts[row] for row in rows]
 
-    def _compiled(self) -> Callable[[Tensor], Tensor]:
+    def compiled(self, function: Callable[P, T]) -> Callable[P, T]:
+        """A pass over the frozen cache by torch.compile."""
         if not self.fixed_shapes:
             raise ConfigError(
                 f"{self.model.config.method} gathers as many rows as its router chooses: decode it without compiling."
             )
         if self.cache.device.type == "cuda":
-            return torch.compile(self._one_token, fullgraph=True, mode="reduce-overhead")  # a CUDA graph
+            return torch.compile(function, fullgraph=True, mode="reduce-overhead")  # a CUDA graph
         if self.cache.batch > 1:
-            return torch.compile(self._one_token, fullgraph=True)
+            return torch.compile(function, fullgraph=True)
 
-        def one_row(ids: Tensor) -> Tensor:
+        def one_row(*args: P.args, **kwargs: P.kwargs) -> T:
             with OneRow():
-                return self._one_token(ids)
+                return function(*args, **kwargs)
 
         return torch.compile(one_row, fullgraph=True, options=OPTIONS)
 

@@ -1,6 +1,7 @@
 """Text from a model, one token of each row at a time: `generate` for one prompt, `Stream` for a batch of them."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,19 @@ def finite(logits: torch.Tensor) -> torch.Tensor:
     if not torch.isfinite(logits).all():
         raise ConfigError("the model's logits are not finite: its weights are broken, use another checkpoint.")
     return logits
+
+
+@contextmanager
+def evaluating(model: RecurrentDepthModel) -> Iterator[None]:
+    """The model without noise, and afterwards in the mode that it was in."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()
 
 
 class Stream:
@@ -114,10 +128,7 @@ class Stream:
     def _logits(self) -> torch.Tensor:
         """(rows in the decoder, V), on the CPU, in float32 at least: that is where generators give the same everywhere.
         Rows that have ended leave the decoder."""
-        training = self.model.training
-        if training:
-            self.model.eval()
-        try:
+        with evaluating(self.model):
             if not self.rows:
                 self.rows = list(range(len(self.past)))
                 return finite(self.decoder.prefill())
@@ -126,9 +137,6 @@ class Stream:
                 self.rows = [row for row in self.rows if row in self.live]
             last = torch.tensor([self.past[row][-1] for row in self.rows], device=self.model.device)
             return finite(self.decoder.step(last))
-        finally:
-            if training:
-                self.model.train()
 
 
 def generate(

@@ -46,26 +46,39 @@ class Sampling:
 
     def probabilities(self, logits: Tensor, past: Sequence[int]) -> Tensor:
         """(V,), in float64, which any temperature above 0 leaves finite; past: the ids of prompt and text."""
+        return self.narrowed(self.punished(logits, past))
+
+    def punished(self, logits: Tensor, past: Sequence[int]) -> Tensor:
+        """The repetition penalty: (V,) to (V,) in float64."""
         logits = logits.double()
-        if self.repetition_penalty != 1:
-            seen = torch.tensor(sorted(set(past)), device=logits.device)
-            again = logits[seen]
-            punished = torch.where(again > 0, again / self.repetition_penalty, again * self.repetition_penalty)
-            logits = logits.index_put((seen,), punished)
+        if self.repetition_penalty == 1:
+            return logits
+        seen = torch.tensor(sorted(set(past)), device=logits.device)
+        again = logits[seen]
+        punished = torch.where(again > 0, again / self.repetition_penalty, again * self.repetition_penalty)
+        return logits.index_put((seen,), punished)
+
+    def narrowed(self, logits: Tensor) -> Tensor:
+        """What temperature and the choice of tokens make of punished logits: probabilities, both (..., V)."""
         if self.temperature == 0:
-            return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)
-        logits = (logits - logits.max()) / self.temperature
-        if 0 < self.top_k < logits.numel():
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
         p = logits.softmax(-1)
         if self.top_p < 1:
             likeliest, order = p.sort(descending=True)
-            p[order[likeliest.cumsum(-1) - likeliest >= self.top_p]] = 0  # the one that reaches top_p stays
-        p = p.masked_fill(p < self.min_p * p.max(), 0)
-        return p / p.sum()
+            beyond = likeliest.cumsum(-1) - likeliest >= self.top_p  # the one that reaches top_p stays
+            p = p.scatter(-1, order, likeliest.masked_fill(beyond, 0))
+        if self.min_p > 0:
+            p = p.masked_fill(p < self.min_p * p.amax(-1, keepdim=True), 0)
+        return p / p.sum(-1, keepdim=True)
+
+    def draw(self, p: Tensor, generator: torch.Generator) -> int:
+        """An id from probabilities (V,)."""
+        return int(p.argmax() if self.temperature == 0 else torch.multinomial(p, 1, generator=generator))
 
     def pick(self, logits: Tensor, past: Sequence[int], generator: torch.Generator) -> tuple[int, float]:
         """An id, and its log-probability under the model itself: the log-softmax of the logits (V,) as they came."""
-        p = self.probabilities(logits, past)
-        token = int(p.argmax() if self.temperature == 0 else torch.multinomial(p, 1, generator=generator))
+        token = self.draw(self.probabilities(logits, past), generator)
         return token, logits.double().log_softmax(-1)[token].item()

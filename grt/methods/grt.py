@@ -65,6 +65,8 @@ class Gate(nn.Module):
 class GRT(Reinjection):
     """The gated update. The gate's first layer is split into halves as the projection is."""
 
+    weights_depend_on = ("gate_temperature",)
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.tau, self.gate_bias, self.sigma_g = config.gate_temperature, config.gate_bias, config.gate_noise

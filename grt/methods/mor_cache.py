@@ -74,6 +74,9 @@ class RoutedSteps:
         if needed > room:
             self.steps[step] = F.pad(self.steps[step], (0, 0, 0, max(needed - room, room // 2)))
 
+    def pause(self) -> None:
+        """Nothing is left to do."""
+
     def end_pass(self) -> None:
         """Nothing is left to do: what a token did not compute, nobody reads."""
 

@@ -63,6 +63,7 @@ class Ouro(UpdateRule):
     reads_out_often = True
     learned_exit = True
     second_stage = ("rule.gate",)
+    weights_depend_on = ("loop_carry",)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

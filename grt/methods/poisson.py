@@ -61,6 +61,8 @@ def truncated_normal(
 class Poisson(UpdateRule):
     """The adapter A is split into halves as GRT's projection is: the anchor's half is applied once a pass."""
 
+    weights_depend_on = ("start_std",)
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         check(config)

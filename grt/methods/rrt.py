@@ -51,6 +51,7 @@ class RRT(UpdateRule):
     """The factors of all steps and blocks are one parameter each, rule.A.* and rule.B.*: at any depth all are used."""
 
     extrapolates = False
+    weights_depend_on = ("lora_rank", "lora_scale", "lora_targets")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from grt.config import ConfigError
+from grt.config import ConfigError, at_least
+from grt.model.depth import DEEPEST
 from grt.model.sharing import SharedSteps
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class CoreStore(Protocol):
         """Store K_r and V_r of the new tokens, each (B, H, m, c); what they attend to."""
         ...
 
+    def pause(self) -> None:
+        """The new tokens stop here for now: leave what others' first steps are to read of them."""
+
     def end_pass(self) -> None:
         """The new tokens are complete: leave what later ones are to read of them."""
 
@@ -56,6 +60,7 @@ class KVCache:
     the prompt and after each later one, commit(). strategy: how the core's steps share (grt/model/sharing.py).
     depth: the most steps of the core (default R). prompt: the most tokens before the first commit (default: capacity).
     readouts: the coda runs after every step, and keeps keys and values of each.
+    Raises ConfigError where one of these sizes makes no sense for the model.
     """
 
     def __init__(
@@ -70,13 +75,11 @@ class KVCache:
         readouts: bool = False,
     ) -> None:
         config, weight = model.config, model.embed.tokens.weight
-        if capacity > config.context:
-            raise ConfigError(
-                f"a cache of {capacity} tokens is more than model.context {config.context}: make it smaller."
-            )
         layout = config.blocks
-        self.batch, self.capacity, self.prompt = batch, capacity, prompt or capacity
+        self.batch, self.capacity = batch, capacity
+        self.prompt = capacity if prompt is None else prompt
         self.depth = layout.R if depth is None else depth
+        self._check_sizes(config.context, layout.R)
         self.dtype, self.device = weight.dtype, weight.device
         self.head = config.n_heads, config.d_model // config.n_heads
         self.length = self.new = 0
@@ -89,12 +92,27 @@ class KVCache:
         self.index = torch.zeros(1, dtype=torch.long, device=self.device)  # frozen: where the token in progress goes
         self.place = torch.zeros(batch, 1, dtype=torch.long, device=self.device)  # frozen: its positions
         self.shown = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=self.device)  # frozen: what it sees
+        self.one = self.index, self.shown  # these two while several tokens are in progress, which have their own
         # A tensor for each block: compiled code that writes into one must not have to copy the others.
         outer = (("prelude", layout.p), ("coda", 0 if readouts else layout.c))
         self.outer = {section: [self.room(2) for _ in range(n)] for section, n in outer}
         self.core: CoreStore = model.rule.store(self, layout.n, strategy)
         self.readouts = SharedSteps(self, layout.c, "full") if readouts else None
         self.by_step = [self.core] if self.readouts is None else [self.core, self.readouts]
+
+    def _check_sizes(self, context: int, R: int) -> None:
+        at_least("batch", self.batch, 1)
+        at_least("capacity", self.capacity, 1)
+        at_least("prompt", self.prompt, 1)
+        at_least("depth", self.depth, min(R, 1))  # a dense model has no steps
+        if self.capacity > context:
+            raise ConfigError(
+                f"a cache of {self.capacity} tokens is more than model.context {context}: make it smaller."
+            )
+        if self.prompt > self.capacity:
+            raise ConfigError(f"prompt is {self.prompt}: it must be at most the capacity, {self.capacity}.")
+        if self.depth > DEEPEST * max(R, 1):
+            raise ConfigError(f"depth is {self.depth}: it must be at most {DEEPEST} times the model's {R} steps.")
 
     def room(self, *sizes: int, tokens: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (*sizes, B, H, tokens, c)."""
@@ -115,10 +133,17 @@ class KVCache:
         """Index of the first new token."""
         return self.length - self.new
 
+    def check_steps(self, steps: int) -> None:
+        """ConfigError for a pass of more steps than there is room for."""
+        if steps > self.depth:
+            raise ConfigError(f"depth {steps} is beyond the {self.depth} steps of the cache: make it deeper.")
+
     def begin(self, new: int, real: Tensor | None = None) -> Tensor:
         """Make room for `new` tokens of each row; real (B, new): False where a row has padding, which comes first.
         Returns their positions, (new,) or (B, 1..new)."""
         if self.frozen:
+            if new != self.place.shape[1]:
+                raise ConfigError(f"a frozen cache takes one token at a time, and {new} came: feed them one by one.")
             return self.place
         if torch.is_grad_enabled():
             raise ConfigError("a cache keeps no gradients: decode under torch.inference_mode() or torch.no_grad().")
@@ -142,11 +167,14 @@ class KVCache:
     def seen_by(self, new: int, strictly: bool = False) -> Tensor:
         """Which keys the last `new` tokens see, (new, T) or with padding (B, 1, new, T): those up to their own, or
         strictly before."""
-        own = torch.arange(self.length - new, self.length, device=self.device)[:, None]
-        keys = torch.arange(self.length, device=self.device)
+        if self.frozen:
+            own, T = self.index, self.capacity
+        else:
+            own, T = torch.arange(self.length - new, self.length, device=self.device), self.length
+        own, keys = own[:, None], torch.arange(T, device=self.device)
         if self.real is None:
             return keys < own if strictly else keys <= own
-        before = (keys < own) & self.real[:, None, None, : self.length]
+        before = (keys < own) & self.real[:, None, None, :T]
         return before if strictly else before | (keys == own)  # padding sees itself: no row is empty
 
     def extend(self, where: Where, k: Tensor, v: Tensor) -> Seen:
@@ -155,8 +183,7 @@ class KVCache:
         by_step = self.core if section == "core" else self.readouts if section == "coda" else None
         if by_step is None:
             return self.write(self.outer[section][block], k, v)
-        if step >= self.depth:
-            raise ConfigError(f"depth {step + 1} is beyond the {self.depth} steps of the cache: make it deeper.")
+        self.check_steps(step + 1)
         return by_step.extend(block, step, k, v)
 
     def write(self, store: Tensor, k: Tensor, v: Tensor, before: Tensor | None = None) -> Seen:
@@ -212,6 +239,7 @@ class KVCache:
         if self.real is not None:
             self.real = self.real[rows]
         self.place, self.shown = self.place[rows], self.shown[rows]
+        self.one = self.index, self.shown
 
     def clear(self) -> None:
         """Empty, for the next prompt, with everything where it was."""
@@ -226,6 +254,7 @@ class KVCache:
         and no Python number, so that the pass over it can be compiled, or captured as a CUDA graph, once."""
         assert self.decoding, "commit the prompt first"
         self.frozen = True
+        self.index, self.shown = self.one
         self.index.fill_(self.length - 1)
         self.shown.fill_(False)
         self.shown[..., : self.length] = True if self.real is None else self.real[:, None, None, : self.length]
@@ -242,3 +271,11 @@ class KVCache:
         self.shown[..., self.length - 1] = True
         if self.real is not None:
             self.real[:, self.length - 1] = True
+
+    def rejoin(self, tokens: int) -> None:
+        """The last `tokens` tokens of a frozen cache, which came one by one and stopped, go on side by side; then come
+        their pass, commit() and, even if it takes nothing back, rollback()."""
+        assert self.frozen and self.real is None, "freeze a cache without padding first"
+        self.new = tokens
+        self.index = torch.arange(self.start, self.length, device=self.device)
+        self.shown = self.seen_by(tokens).expand(self.batch, 1, -1, -1)

@@ -13,12 +13,13 @@ Conventions, each under its own name:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from grt.config import ModelConfig
 from grt.model.block import block_flops
 from grt.model.depth import Depth, DepthSampler
 from grt.model.recurrent import RecurrentDepthModel
+from grt.model.sharing import parse_strategy
 
 
 def parameters(model: RecurrentDepthModel) -> dict[str, int]:
@@ -86,17 +87,27 @@ def mean_over_depths(sampler: DepthSampler, cost: Callable[[Depth], float]) -> f
     return math.fsum(p * cost(Depth(r, sampler.grad_steps)) for r, p in sampler.probabilities.items())
 
 
-def kv_bytes_per_token(model: RecurrentDepthModel) -> dict[str, int]:
-    """Keys and values of one token in bf16."""
-    return {name: round(slots * 4 * model.config.d_model) for name, slots in model.rule.kv_slots().items()}
+def kv_slots(model: RecurrentDepthModel, strategy: str) -> float:
+    """Slots of keys and values that a token keeps under `strategy`; rules do not list mod:K, which keeps K steps."""
+    name, K = parse_strategy(strategy)
+    layout = model.config.blocks
+    return layout.n_executions(min(K, layout.R)) if name == "mod" else model.rule.kv_slots()[name]
 
 
-def decode_memory(model: RecurrentDepthModel, batch_sizes: tuple[int, ...] = (1, 32)) -> dict[str, dict[str, int]]:
-    """Bytes of weights plus caches in bf16 with a full context (tab:decode_mem)."""
+def kv_bytes_per_token(model: RecurrentDepthModel, strategies: Sequence[str] = ()) -> dict[str, int]:
+    """Keys and values of one token in bf16; strategies: default all that the rule lists."""
+    names = strategies or model.rule.kv_slots()
+    return {name: round(kv_slots(model, name) * 4 * model.config.d_model) for name in names}
+
+
+def decode_memory(
+    model: RecurrentDepthModel, batch_sizes: tuple[int, ...] = (1, 32), strategies: Sequence[str] = ()
+) -> dict[str, dict[str, int]]:
+    """Bytes of weights plus caches in bf16 with a full context (tab:decode_mem); strategies: as above."""
     weights = 2 * parameters(model)["total"]
     return {
         strategy: {str(B): weights + B * model.config.context * per_token for B in batch_sizes}
-        for strategy, per_token in kv_bytes_per_token(model).items()
+        for strategy, per_token in kv_bytes_per_token(model, strategies).items()
     }
 
 

@@ -5,6 +5,10 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+# The most passes that may be asked for, as a multiple of R: room for any extrapolation that makes sense, and a slip of
+# the keyboard is refused instead of running for days.
+DEEPEST = 64
+
 
 @dataclass(frozen=True)
 class Depth:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from grt.config import ConfigError, ModelConfig
 from grt.model.block import Embedding, Stack, init_gpt2
 from grt.model.context import LoopContext
-from grt.model.depth import Depth
+from grt.model.depth import DEEPEST, Depth
 from grt.model.rule import Loss, UpdateRule, last_of
 
 
@@ -54,19 +54,36 @@ class RecurrentDepthModel(nn.Module):
         if steps > R:
             if not self.rule.extrapolates:
                 raise ConfigError(f"depth {steps} is beyond the {R} steps of {name}: choose at most {R}.")
+            if steps > DEEPEST * R:
+                raise ConfigError(f"depth is {steps}: give at most {DEEPEST * R}, {DEEPEST} times the {R} steps.")
             warnings.warn(f"depth {steps} is beyond the {R} steps that this model was trained for", stacklevel=3)
 
     def states(self, ids: Tensor, ctx: LoopContext, depth: Depth) -> Iterator[Tensor]:
         """Yield h_0, h_1, ..., h_steps, each (B, T, d), for ids (B, T)."""
-        ctx.norm = self.ln_f
+        if ctx.cache is not None:
+            ctx.cache.check_steps(depth.steps)  # before the cache makes room for tokens that then do not come
+        yield from self.walk(*self.enter(ids, ctx), ctx, depth)
+
+    def enter(self, ids: Tensor, ctx: LoopContext) -> tuple[Tensor, Tensor]:
+        """h_0 and h_pre, each (B, T, d), for ids (B, T)."""
         if ctx.cache is not None:
             ctx.positions = ctx.cache.begin(ids.shape[1], ctx.real)
         elif ctx.real is not None:
             ctx.positions = (ctx.real.cumsum(1) - 1).clamp_min(0)
         h_pre = ctx.tap("anchor", self.prelude(self.rule.embed(self.embed(ids, ctx.positions)), ctx))
-        h = self.rule.start(h_pre, ctx)
+        return self.rule.start(h_pre, ctx), h_pre
+
+    def resume(self, h: Tensor, h_pre: Tensor, ctx: LoopContext, depth: Depth, done: int) -> Iterator[Tensor]:
+        """Yield h_done, ..., h_steps of tokens whose passes stopped after `done` steps, each beside others than now; h
+        and h_pre (B, T, d) are theirs. Not for rules that route."""
+        self.rule.start(h_pre, ctx)  # for what the rule carries along, which follows from h_pre
+        yield from self.walk(h, h_pre, ctx, depth, done)
+
+    def walk(self, h: Tensor, h_pre: Tensor, ctx: LoopContext, depth: Depth, done: int = 0) -> Iterator[Tensor]:
+        """The loop: yield h_done, which is h, and what the steps behind it make of it."""
+        ctx.norm = self.ln_f
         yield h
-        for ctx.step in range(depth.steps):
+        for ctx.step in range(done, depth.steps):
             if depth.grad_steps is not None and 0 < ctx.step <= depth.steps - depth.grad_steps:
                 # Truncated back-propagation (torch.no_grad would break DDP and the compiler), at each of the early
                 # steps, so that no more than one of them is kept.

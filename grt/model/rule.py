@@ -43,6 +43,7 @@ class UpdateRule(nn.Module):
     halts = True  # a token may leave after any step (grt/model/exit.py)
     learned_exit = False  # it has probabilities for that
     routing: str | None = None  # who goes on outside of training, where a router decides: threshold or topk
+    weights_depend_on: tuple[str, ...] = ()  # fields of the config: under other values the weights mean something else
     second_stage: tuple[str, ...] = ()  # parameters (first parts of their names) that a second stage trains alone
 
     def __init__(self, config: ModelConfig) -> None:

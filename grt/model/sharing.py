@@ -106,6 +106,11 @@ class SharedSteps:
         keys, values, _ = cache.read(store)
         return append_own(keys, values, cache.seen_by(cache.new, strictly=True), k, v)
 
+    def pause(self) -> None:
+        if self.first and self.cache.new == 1:
+            for (slot,), first in zip(self.slots, self.first, strict=True):
+                slot[..., self.cache.start : self.cache.length, :] = first
+
     def end_pass(self) -> None:
         if not self.executed:
             return
@@ -117,9 +122,8 @@ class SharedSteps:
             if ran < self.cache.depth:
                 self.prompt[:, :, ran:, :, :, here] = self.prompt[:, :, ran - 1 : ran, :, :, here]
             return
+        self.pause()
         for block, slots in enumerate(self.slots):
-            if self.first and cache.new == 1:
-                slots[0][..., here, :] = self.first[block]
             if self.sums:
                 slots[0][..., here, :] = self.sums[block] / self.ran[:, None, here, None]
             for slot in slots[ran:]:

@@ -4,6 +4,7 @@ broken ones resumed; a table that lives while they do."""
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -59,7 +60,8 @@ class Engine:
                     self._stop()
                     break
                 for job in [job for job in self.jobs if job.state == "running"]:
-                    code = code or self._look(job)
+                    failed = self._look(job)
+                    code = code or failed
                 for job in [job for job in self.jobs if job.state == "waiting"]:
                     if sum(other.state == "running" for other in self.jobs) < self.n:
                         self._start(job)
@@ -99,10 +101,15 @@ class Engine:
             job.state = "done"
             self._say(f"{name}: done in {time.monotonic() - job.started:.0f} s")
             return 0
-        words = (self.runs / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        job.state, job.why = "failed", words[-1] if words else f"exit code {code}"
+        job.state, job.why = "failed", self._last_words(name, code)
         self._say(f"{name}: failed, {job.why}")
         return code if code > 0 else 1
+
+    def _last_words(self, name: str, code: int) -> str:
+        if code < 0:  # what its log ends with is from before
+            return f"killed by {signal.Signals(-code).name}"
+        words = (self.runs / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return words[-1] if words else f"exit code {code}"
 
     def _stop(self) -> None:
         running = [job for job in self.jobs if job.process and job.state == "running"]

@@ -6,8 +6,11 @@ of the paper's (EXPERIMENTS), or a user's own, given by its path.
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +28,9 @@ EXPERIMENTS = {
     "depth_tasks": "p-hop induction and addition, accuracy at every depth, at nano scale",
     "equal_flops": "dense, GRT and Poisson at equal training FLOPs",
     "prose": "the six models on prose, at nano scale",
+    "tab_method_comparison": "what each method does, found by running it",
+    "tab_hyperparams": "the paper's configurations beside the presets",
+    "fig_kvcache_bar": "fig:kvcache_bar, sharing keys and values on the committed grt-nano",
     "study": "all of it on two pages (README.md)",
 }
 
@@ -54,18 +60,29 @@ def experiments(name: str) -> list[Experiment]:
 def _of_file(path: Path) -> Experiment:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: give a Python file with RUNS(scale, seeds).")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    try:
+    sys.modules[spec.name] = module  # where dataclasses look for their module
+    with mending(path):
         spec.loader.exec_module(module)
+    if not callable(getattr(module, "RUNS", None)):
+        raise ConfigError(f"{path} has no RUNS: define RUNS(scale, seeds), which returns a list of RunConfig.")
+    found = _of_module(path.stem, module)
+    return replace(found, runs=mending(path)(found.runs), build=mending(path)(found.build))
+
+
+@contextmanager
+def mending(path: Path) -> Iterator[None]:
+    """What goes wrong in a user's file is the user's to mend: ConfigError with its line."""
+    try:
+        yield
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it.") from error
-    if not callable(getattr(module, "RUNS", None)):
-        raise ConfigError(f"{path} has no RUNS: define RUNS(scale, seeds), which returns a list of RunConfig.")
-    return _of_module(path.stem, module)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise ConfigError(f"{where} cannot be run ({type(error).__name__}: {error}): mend it.") from error
 
 
 def _of_module(name: str, module: ModuleType) -> Experiment:

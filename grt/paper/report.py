@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from grt.train.checkpoint import replace_file
 
 @dataclass
 class Table:
-    """Rows of text under `columns`; the first column is a name. An empty cell means: not applicable."""
+    """Rows of text under `columns`; the first column is a name. An empty cell means: not applicable; **x** is bold."""
 
     name: str
     caption: str
@@ -26,7 +27,8 @@ class Table:
 
     def csv(self) -> str:
         out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([self.columns, *self.rows])
+        rows = [[cell.replace("**", "") for cell in row] for row in [self.columns, *self.rows]]
+        csv.writer(out, lineterminator="\n").writerows(rows)
         return out.getvalue()
 
     def latex(self) -> str:
@@ -51,11 +53,13 @@ class Table:
 
 
 LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "±": r"$\pm$", "×": r"$\times$",
-         "`": "", "<": r"$<$", ">": r"$>$", "^": r"\^{}", "−": "$-$"}  # fmt: skip
+         "`": "", "<": r"$<$", ">": r"$>$", "^": r"\^{}", "−": "$-$", "$": r"\$", "{": r"\{", "}": r"\}",
+         "~": r"\textasciitilde{}"}  # fmt: skip
 
 
 def _escape(text: str) -> str:
-    return "".join(LATEX.get(character, character) for character in text)
+    escaped = "".join(LATEX.get(character, character) for character in text)
+    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", escaped)
 
 
 @dataclass

@@ -30,6 +30,11 @@ class Result:
     evaluation: dict[str, Any]
     cost: dict[str, Any]
 
+    def check(self) -> None:
+        """KeyError, TypeError, AttributeError or ValueError where a number is missing that tables are made of."""
+        sum([self.loss, self.inference_flops, self.cost["seconds"], self.cost["training_flops"]])
+        sum(self.by_depth.values())
+
     @property
     def loss(self) -> float:
         """Nats per token at full depth."""
@@ -68,7 +73,8 @@ class Results:
             try:
                 document = json.loads(path.read_text(encoding="utf-8"))
                 result = Result(path.parent, config, document["evaluation"], document["cost"])
-            except (ValueError, KeyError, TypeError) as error:
+                result.check()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{path} is damaged ({error}): remove its folder and run it again.") from None
             found[config_hash(config)] = result
         return found

@@ -1,5 +1,6 @@
 """Where a run's first weights come from when train.init_from names another run: the weights alone, nothing else."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,9 @@ from grt.model.recurrent import RecurrentDepthModel
 from grt.train.checkpoint import find_checkpoint, read_manifest, read_tensors, weights_file
 from grt.train.stage import check_stage_source
 
-# What the function of the weights depends on. The gate's start value and the noise may differ, they act in training
-# only; data, optimizer, schedule and seed are the new run's own.
+# What the function of the weights depends on, beside what the rule names. The gate's start value and the noise may
+# differ, they act in training only; data, optimizer, schedule and seed are the new run's own.
 BACKBONE = ("d_model", "n_heads", "context", "vocab_size")
-SHARED = (
-    "method_name", "layout", *BACKBONE, "gate_temperature", "start_std",
-    "lora_rank", "lora_scale", "lora_targets", "router", "router_scale", "loop_carry",
-)  # fmt: skip
 
 
 def load_initial(model: RecurrentDepthModel, config: RunConfig) -> dict[str, Any]:
@@ -31,7 +28,7 @@ def load_initial(model: RecurrentDepthModel, config: RunConfig) -> dict[str, Any
     folder, theirs = find_checkpoint(Path(config.train.init_from))
     ties = theirs.model.blocks.is_dense and not config.model.blocks.is_dense
     check_stage_source(config, theirs)
-    check_source(theirs, config, ties)
+    check_source(theirs, config, ties, model.rule.weights_depend_on)
     expected = model.state_dict()
     if ties:
         with torch.device("meta"):
@@ -46,7 +43,7 @@ def load_initial(model: RecurrentDepthModel, config: RunConfig) -> dict[str, Any
     return facts
 
 
-def check_source(theirs: RunConfig, config: RunConfig, ties: bool) -> None:
+def check_source(theirs: RunConfig, config: RunConfig, ties: bool, of_rule: Sequence[str]) -> None:
     """ConfigError where weights of `theirs` cannot be this run's; a dense source need only have its width and depth."""
     source, ours = config.train.init_from, config.model.blocks
     n_layers, of_dense = ours.n_executions(), theirs.model.blocks.n_unique
@@ -57,7 +54,7 @@ def check_source(theirs: RunConfig, config: RunConfig, ties: bool) -> None:
         )
     pairs: list[tuple[str, Any, Any, str]] = [
         (f"model.{name}".removesuffix("_name"), theirs.model, config.model, name)
-        for name in (BACKBONE if ties else SHARED)
+        for name in (BACKBONE if ties else ("method_name", "layout", *BACKBONE, *of_rule))
     ]
     pairs.append(("data.tokenizer", theirs.data, config.data, "tokenizer"))
     for label, there, here, name in pairs:

@@ -1,0 +1,67 @@
+"""fig:kvcache_bar: what sharing keys and values over the steps costs, on the committed grt-nano.
+
+The numbers are those of COMMAND, whose JSON is results/nano/kvcache_bar.json; nothing is trained for it.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from grt.config import ConfigError, RunConfig
+from grt.paper.compare import NOT_RUN
+from grt.paper.report import Report, Table
+from grt.paper.results import Results
+
+COMMAND = "grt eval models/grt-nano --windows 64 --kv full first last mean mod:2 first:all --cloze 2000 --json"
+SOURCE = "kvcache_bar.json"
+# HellaSwag of the medium model in percent (tab:decode_mem); the figure (large model) orders mean best, last worst.
+EXPECTED = {"full": 33.65, "mean": 33.90}
+
+
+def RUNS(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
+    return []
+
+
+def measured(results: Results) -> dict[str, dict[str, Any]]:
+    """Strategy -> loss, cloze accuracy and their standard errors; empty where the command was not run."""
+    path = results.folder / SOURCE
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["sharing"]
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): write it anew with `{COMMAND}`.") from None
+
+
+def build(results: Results) -> Report:
+    rows = []
+    found = measured(results)
+    for strategy, row in found.items():
+        added = row["loss"] - found["full"]["loss"]
+        rows.append(
+            (
+                strategy, f"{row['loss']:.4f}", f"{added:+.4f}", f"{row['loss_se']:.4f}", f"{row['cloze']:.4f}",
+                f"{row['cloze_se']:.4f}", f"{EXPECTED[strategy]:.2f} %" if strategy in EXPECTED else "",
+            )
+        )  # fmt: skip
+    rows = rows or [(NOT_RUN, *[""] * 6)]
+    columns = ("strategy", "loss", "more than full", "SE", "cloze accuracy", "SE", "paper, HellaSwag (medium)")
+    caption = (
+        "Keys and values shared over six steps, fed token by token: nats per byte and cloze accuracy (chance .25)."
+    )
+    notes = [
+        f"Made by `{COMMAND}`.",
+        "The paper: a mean of the steps is best and the last step's worst, by differences below its standard error "
+        "(0.47 points on HellaSwag).",
+    ]
+    figures = {"kvcache_bar": lambda axes: draw(axes, found)} if found else {}
+    return Report("Sharing keys and values", [Table("kvcache_bar", caption, columns, rows)], figures, notes)
+
+
+def draw(axes: Any, found: dict[str, dict[str, Any]]) -> None:
+    bars = range(len(found))
+    values, errors = ([100 * row[key] for row in found.values()] for key in ("cloze", "cloze_se"))
+    axes.bar(bars, values, yerr=errors, capsize=4, color="C0")
+    axes.set_xticks(bars, [f"{name}\n{row['loss']:.4f} nats" for name, row in found.items()])
+    axes.set_ylim(min(values) - 5, max(values) + 3)
+    axes.set_ylabel("cloze accuracy (%), one standard error")

@@ -1,0 +1,203 @@
+"""`grt paper` around its runs: statistics, tables, experiments by name and by file."""
+
+import csv
+import io
+
+import pytest
+
+from grt import cli
+from grt.paper import report
+from grt.paper.experiment import EXPERIMENTS
+from grt.paper.report import Report, Table
+from grt.paper.statistics import Summary, below, summary, t_quantile
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The one sentence of a command that exits with 2."""
+    assert cli.main(["paper", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("grt: ") and err.count("\n") == 1 and err.endswith((".\n", ".)\n"))
+    return err[5:-1]
+
+
+# Statistics
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (9, 2.26216), (30, 2.04227), (1000, 1.96234)]
+)
+def test_quantiles_of_t(freedom, t):
+    assert t_quantile(freedom) == pytest.approx(t, abs=6e-6 * t)
+
+
+def test_another_confidence():
+    assert t_quantile(4, 0.99) == pytest.approx(4.60409, abs=1e-5)
+
+
+def test_summary():
+    found = summary([1.0, 2.0, 4.5])
+    assert (found.n, found.mean) == (3, 2.5)
+    assert found.sd == pytest.approx(1.802776) and found.half == pytest.approx(4.302653 * 1.802776 / 3**0.5)
+    assert summary([2.5]) == Summary(1, 2.5, None, None)
+    assert str(summary([2.5])) == "2.5000" and str(Summary(2, 1.0, 0.1, 0.23456)) == "1.0000 ± 0.2346"
+    with pytest.raises(ValueError, match="needs one at least"):
+        summary([])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        ({1: 1.0, 2: 2.0, 3: 3.0}, {1: 1.1, 2: 2.11, 3: 3.09}, "holds"),  # pairs: seeds alone differ by much more
+        ({1: 1.1, 2: 2.11, 3: 3.09}, {1: 1.0, 2: 2.0, 3: 3.0}, "fails"),
+        ({1: 1.0, 2: 2.0, 3: 3.0}, {1: 1.2, 2: 1.9, 3: 3.1}, "undecided"),
+        ({1: 1.0}, {1: 9.0}, "undecided"),  # one seed has no interval
+        ({1: 1.0, 2: 2.0}, {1: 1.0, 2: 2.0}, "undecided"),
+        ({1: 1.0}, {2: 1.0}, "not run"),
+        ({}, {}, "not run"),
+    ],
+)
+def test_verdicts(a, b, verdict):
+    assert below(a, b).verdict == verdict
+
+
+def test_only_seeds_of_both_are_paired():
+    found = below({1: 1.0, 2: 1.0, 3: 50.0}, {1: 2.0, 2: 2.5, 4: 0.0})
+    assert found.difference is not None and (found.difference.n, found.difference.mean) == (2, -1.25)
+    assert found.difference.half == pytest.approx(12.7062 * 0.25, rel=1e-4) and found.verdict == "undecided"
+
+
+# Tables
+
+TABLE = Table("tab_x_y", "Loss ± sd, 5 %.", ("model", "loss"), [("a_b & c", "**1.5**"), ("$d~{e}", "")])
+
+
+def test_markdown():
+    assert TABLE.markdown() == (
+        "Loss ± sd, 5 %.\n\n| model | loss |\n|---|---:|\n| a_b & c | **1.5** |\n| $d~{e} |  |\n"
+    )
+
+
+def test_csv():
+    assert TABLE.csv() == "model,loss\na_b & c,1.5\n$d~{e},\n"
+    awkward = Table("t", "", ("a", "b"), [('x, "y"', "1")])
+    assert list(csv.reader(io.StringIO(awkward.csv()))) == [["a", "b"], ['x, "y"', "1"]]
+
+
+def test_latex():
+    assert (
+        TABLE.latex()
+        == r"""\begin{table}[t]
+  \centering
+  \caption{Loss $\pm$ sd, 5 \%.}
+  \label{tab:x_y}
+  \begin{tabular}{lr}
+    \toprule
+    model & loss \\
+    \midrule
+    a\_b \& c & \textbf{1.5} \\
+    \$d\textasciitilde{}\{e\} &  \\
+    \bottomrule
+  \end{tabular}
+\end{table}
+"""
+    )
+
+
+def test_a_report_is_the_same_bytes_again(tmp_path):
+    found = Report("Title", [TABLE], {"fig_x": lambda axes: axes.plot([1, 2], [2, 1])}, ["A note."])
+    paths = found.write(tmp_path, "name")
+    assert [p.relative_to(tmp_path).as_posix() for p in paths] == [
+        "name.md", "tables/tab_x_y.csv", "tables/tab_x_y.tex", "fig_x.png",
+    ]  # fmt: skip
+    assert paths[0].read_text("utf-8") == f"# Title\n\n{TABLE.markdown()}\n![fig_x](fig_x.png)\n\nA note.\n"
+    first = [path.read_bytes() for path in paths]
+    assert first[-1].startswith(b"\x89PNG")
+    assert [path.read_bytes() for path in found.write(tmp_path, "name")] == first
+
+
+def test_a_figure_that_fails_leaves_the_old_one(tmp_path):
+    [*_, picture] = Report("T", [], {"fig": lambda axes: axes.plot([1, 2])}).write(tmp_path, "name")
+    before = picture.read_bytes()
+
+    def spoiled(axes):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        report._draw(spoiled, picture)
+    assert picture.read_bytes() == before and not list(tmp_path.glob(".*"))
+
+
+# Experiments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["build", "tab_mian"], "no experiment 'tab_mian': did you mean tab_main?"),
+        (["run", "nowhere.py"], "nowhere.py does not exist: give a Python file with RUNS(scale, seeds)."),
+        (["run", "tab_main", "--scale", "tiny"], "--scale is 'tiny': choose one of nano, small, medium, large."),
+        (["build", "all", "--seeds", "1,b"], "--seeds is '1,b': write whole numbers with commas, as in 1337,42,123."),
+        (["list", "--seeds", "7,7"], "--seeds is '7,7': name each seed once."),
+        (["run", "tab_main", "--jobs", "0"], "--jobs is 0"),
+        (["run", "tab_main", "--max-time", "soon"], "--max-time is 'soon': write it as 170m"),
+        (
+            ["run", "tab_main", "--only", "zz"],
+            "--only 'zz' names 0 runs: give more of the hash",
+        ),
+        (["run", "tab_main", "--only", "", "--seeds", "1"], "--only '' names 7 runs: give more of the hash"),
+        (["paint"], "'paint' is nothing that grt paper does: choose one of list, run, build."),
+        ([], "say what to do with the paper's tables: choose one of list, run, build."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_asked_for(capsys, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("", "sweep.py has no RUNS: define RUNS(scale, seeds), which returns a list of RunConfig."),
+        ("RUNS = [1]", "sweep.py has no RUNS"),
+        ("def RUNS(:", "sweep.py cannot be run (SyntaxError: "),
+        ("x = 1\nx / 0", "sweep.py, line 2 cannot be run (ZeroDivisionError: division by zero): mend it."),
+        ("def RUNS(scale, seeds):\n    return [{}['lr']]", "sweep.py, line 2 cannot be run (KeyError: 'lr'): mend it."),
+        ("def RUNS(scale, seeds):\n    return None", "sweep.py cannot be run (TypeError: 'NoneType' object is not"),
+        ("from grt.presets import preset\npreset('grt-nanoo')", "unknown preset 'grt-nanoo': did you mean grt-nano?"),
+    ],
+)
+def test_a_file_that_is_no_experiment(capsys, tmp_path, source, says):
+    (tmp_path / "sweep.py").write_text(source)
+    assert says in refused(capsys, "run", tmp_path / "sweep.py", "--results", tmp_path, "--runs", tmp_path)
+
+
+def test_a_build_of_ones_own(capsys, tmp_path):
+    """Which may have what modules have: dataclasses with annotations as text, an output name."""
+    file = tmp_path / "sweep.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from grt.paper.report import Report\nFILE = 'mine'\n"
+        "@dataclass\nclass Row:\n    x: int\n"
+        "def RUNS(scale, seeds):\n    return []\n"
+        "def build(results):\n    return Report(f'{results.scale} {results.seeds}', [][: Row(1).x])\n"
+    )
+    assert cli.main(["paper", "build", str(file), "--seeds", "5,6", "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/nano/mine.md\n"
+    assert (tmp_path / "nano" / "mine.md").read_text() == "# nano (5, 6)\n"
+    file.write_text(file.read_text().replace("Row(1).x", "Row(1).y"))
+    assert "line 11 cannot be run (AttributeError: " in refused(capsys, "build", file, "--results", tmp_path)
+
+
+def test_list_shows_all_with_what_is_done(capsys, tmp_path):
+    assert cli.main(["paper", "list", "--results", str(tmp_path), "--seeds", "1,2"]) == 0
+    lines = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    counts = {line[0]: line[1:3] for line in lines if line and line[0] in EXPERIMENTS}
+    assert list(counts) == list(EXPERIMENTS)
+    assert counts["tab_main"] == ["14", "0"] and counts["tab_hyperparams"] == ["0", "0"]
+
+
+def test_help(capsys):
+    assert cli.main(["paper", "--help"]) == 0
+    assert "usage: grt paper WHAT" in capsys.readouterr().out

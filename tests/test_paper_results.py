@@ -1,0 +1,166 @@
+"""`grt paper`: what finished runs leave behind, what is named as damaged, and the same runs as a Slurm array."""
+
+import json
+import os
+import subprocess
+
+import pytest
+from test_paper import refused
+from tiny import finish, quick, tiny, write_text
+
+from grt import cli
+from grt.config import config_hash, dump, load
+from grt.paper import slurm
+from grt.paper.results import LOGGED, Results, collect
+from grt.presets import change
+from grt.train.log import read_metrics
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run; tests only read it."""
+    folder = tmp_path_factory.mktemp("paper")
+    with pytest.MonkeyPatch.context() as patch:
+        quick(patch)
+        finish(tiny(write_text(folder), train={"steps": 45}), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def config(run):
+    return load(run / "config.json")
+
+
+def test_collecting(run, config, tmp_path):
+    folder = collect(run, tmp_path / "nano")
+    assert folder == tmp_path / "nano" / "runs" / f"tiny-1337-{config_hash(config)[:8]}"
+    assert {p.name for p in folder.iterdir()} == {"config.json", "env.json", "metrics.jsonl", "result.json"}
+    steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert steps == [1, LOGGED, LOGGED + 1, 2 * LOGGED, 2 * LOGGED + 1]
+    found = Results(tmp_path, "nano", [1337]).get(config)
+    assert found is not None and found.loss == found.by_depth[3] == found.evaluation["depths"]["3"]["loss"]
+    assert found.cost["tokens"] == 45 * 128 and found.cost["seconds"] > 0 and found.inference_flops > 0
+    evals = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "eval"]
+    assert [row["step"] for row in evals] == [10, 20, 30, 40, 45]
+    assert str(run.parent) not in (folder / "result.json").read_text().replace(config.data.path, "")
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert collect(run, tmp_path / "nano") == folder  # once more: replaced by the same
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_what_is_collected_is_whole_or_not_there(run, config, tmp_path, monkeypatch):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grt.paper.results.os.rename", lambda *paths: exec("raise OSError(28, 'No space left')"))
+        with pytest.raises(OSError, match="No space left"):
+            collect(run, tmp_path / "nano")
+    assert not list((tmp_path / "nano" / "runs").iterdir())
+    folder = collect(run, tmp_path / "nano")
+    folder.rename(folder.with_name(".half.0a1b2c3d"))  # as a kill -9 would leave it
+    assert Results(tmp_path, "nano", [1337]).get(config) is None
+
+
+def test_seeds_are_those_asked_for(run, config, tmp_path):
+    collect(run, tmp_path / "nano")
+    assert list(Results(tmp_path, "nano", [1337, 42]).by_seed(config)) == [1337]
+    assert Results(tmp_path, "nano", [42]).losses(config) == {}
+    assert Results(tmp_path, "small", [1337]).runs == {}
+
+
+def cut(text):
+    return text[: len(text) // 2]
+
+
+def without_losses(text):
+    document = json.loads(text)
+    del document["evaluation"]["loss_by_depth"]
+    return json.dumps(document)
+
+
+def text_for_seconds(text):
+    document = json.loads(text)
+    document["cost"]["seconds"] = None
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize("spoil", [cut, without_losses, text_for_seconds, lambda text: "[]", lambda text: "{}"])
+def test_a_damaged_result_is_named(run, tmp_path, capsys, spoil):
+    path = collect(run, tmp_path / "nano") / "result.json"
+    path.write_text(spoil(path.read_text()))
+    for action in ("build", "run"):
+        said = refused(capsys, action, "tab_seeds", "--results", tmp_path)
+        assert said.startswith(f"{path} is damaged (") and said.endswith("): remove its folder and run it again.")
+
+
+def test_a_damaged_config_is_named(run, tmp_path, capsys):
+    path = collect(run, tmp_path / "nano") / "config.json"
+    path.write_text(cut(path.read_text()))
+    assert str(path) in refused(capsys, "build", "tab_seeds", "--results", tmp_path)
+
+
+# Slurm
+
+
+@pytest.fixture
+def sweep(run, config, tmp_path):
+    """A file with two runs, one of which is in the results."""
+    (tmp_path / "config.json").write_text(dump(config))
+    file = tmp_path / "a sweep.py"
+    file.write_text(
+        "from pathlib import Path\nfrom grt.config import load\nfrom grt.presets import change\n"
+        "def RUNS(scale, seeds):\n"
+        "    config = load(Path(__file__).parent / 'config.json')\n"
+        "    return [change(config, train={'seed': seed, 'steps': 5}) for seed in seeds]\n"
+    )
+    return file
+
+
+def asked(sweep, *more) -> list[str]:
+    folder = sweep.parent
+    return ["paper", "run", str(sweep), "--seeds", "7,8", "--results", str(folder / "results"),
+            "--runs", str(folder / "runs"), *more]  # fmt: skip
+
+
+def test_a_slurm_array_of_what_is_missing(sweep, config, capsys, monkeypatch):
+    quick(monkeypatch)
+    seven, eight = (config_hash(change(config, train={"seed": seed, "steps": 5}))[:12] for seed in (7, 8))
+    assert cli.main(asked(sweep, "--sbatch")) == 0
+    script = capsys.readouterr().out
+    assert f"RUNS=(\n  {seven}  # tiny, seed 7\n  {eight}  # tiny, seed 8\n)" in script
+    assert "#SBATCH --array=0-1\n" in script
+    assert "#SBATCH --signal=B:TERM@120\n" in script and not (sweep.parent / "runs").exists()
+    fake = sweep.parent / "bin" / "grt"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\nfor argument in "$@"; do echo "$argument"; done\n')
+    fake.chmod(0o755)
+    environment = {"PATH": f"{fake.parent}{os.pathsep}{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
+    task = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, check=True)
+    assert task.stdout.splitlines() == asked(sweep, "--only", eight)
+    assert cli.main(task.stdout.splitlines()) == 0  # what the task does
+    assert list(Results(sweep.parent / "results", "nano", [7, 8]).losses(change(config, train={"steps": 5}))) == [8]
+    capsys.readouterr()
+    assert cli.main(asked(sweep, "--sbatch")) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-0\n" in script and eight not in script
+    assert cli.main(asked(sweep, "--only", eight, seven[:4])) == 0
+    assert cli.main(asked(sweep, "--sbatch")) == 2
+    assert capsys.readouterr().err == "grt: nothing is missing: all runs are in the results.\n"
+
+
+def test_one_time_limit_for_all_that_are_named(config, tmp_path, monkeypatch):
+    configs = [change(config, train={"seed": seed}) for seed in range(3)]
+    given, clock = [], iter([100.0, 100.0, 104.0, 110.0])
+    monkeypatch.setattr(slurm.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(slurm, "train_and_collect", lambda c, runs, out, left: given.append((c.train.seed, left)) or 0)
+    prefixes = [config_hash(c)[:12] for c in configs]
+    assert slurm.train_only(configs, prefixes, Results(tmp_path, "nano", [0]), tmp_path, 10.0) == 0
+    assert given == [(0, 10.0), (1, 6.0)]
+
+
+def test_a_prefix_of_several_trains_none(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "train_and_collect", None)
+    configs = [change(config, train={"seed": seed}) for seed in range(17)]  # of 17 hashes two begin alike
+    hashes = [config_hash(c) for c in configs]
+    twice = next(h[0] for h in hashes if sum(other[0] == h[0] for other in hashes) > 1)
+    n = sum(h[0] == twice for h in hashes)
+    with pytest.raises(ValueError, match=f"--only '{twice}' names {n} runs"):
+        slurm.train_only(configs, [hashes[0], twice], Results(tmp_path, "nano", [0]), tmp_path, None)

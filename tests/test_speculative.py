@@ -1,0 +1,347 @@
+"""Speculative decoding: its passes are the plain ones, greedy text is the same, sampled text has the same law.
+
+Shapes: V vocabulary.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from grt import cli
+from grt.config import ConfigError
+from grt.infer import speculative
+from grt.infer.decoder import Decoder
+from grt.infer.generate import Stream
+from grt.infer.sampling import Sampling
+from grt.infer.speculative import Draft, Drafter, SpeculativeStream
+from grt.methods import METHODS
+from grt.model.depth import Depth
+from grt.report import generation_report
+from grt.train.checkpoint import load_model
+
+NANO = Path(__file__).resolve().parent.parent / "models/grt-nano"
+PROMPT = [3, 1, 4]
+GREEDY = Sampling(0)
+RESUMED = [method for method in METHODS if method not in ("mor", "mor-token")]
+
+
+def speak(model, prompt=PROMPT, n=9, **options):
+    fixed = {"max_new_tokens": n, "draft": Draft(1, 3), "sampling": GREEDY}
+    return SpeculativeStream(model, [prompt], **fixed | options)
+
+
+def tokens_of(stream) -> list[int]:
+    return [drawn.token for (drawn,) in stream]
+
+
+def plain(model, prompt=PROMPT, n=9, **options):
+    return tokens_of(Stream(model, [prompt], **{"max_new_tokens": n, "sampling": GREEDY} | options))
+
+
+# The passes
+
+
+@pytest.mark.parametrize("strategy", ["full", "first", "first:all"])
+@pytest.mark.parametrize("method", RESUMED)
+def test_drafts_go_on_to_what_plain_decoding_gives(tiny, method, strategy):
+    """Verifications of 3, 1 and 4 tokens, the first with one that is taken back, in float64."""
+    model, ids = tiny(method), [5, 17, 2, 2, 9, 21, 0]
+    decoders = [Decoder(model, [PROMPT], 9, kv=strategy) for _ in range(2)]
+    for decoder in decoders:
+        decoder.prefill()
+    drafter = Drafter(decoders[0], 2)
+    want = torch.cat([decoders[1].step(torch.tensor([token])) for token in ids])
+    got = []
+    for tokens, stay in (([5, 17, 3], 2), ([2], 1), ([2, 9, 21, 0], 4)):
+        for token in tokens:
+            drafter.advance(token, read_out=token != tokens[-1])
+        got.append(drafter.verify()[:stay])
+        drafter.cache.rollback(len(tokens) - stay)
+    torch.testing.assert_close(torch.cat(got), want, rtol=0, atol=1e-11)
+    assert (want[1:] - want[:-1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_draft_reads_out_the_shallow_model(tiny, k):
+    """To the bit of float64 where there is no coda, whose keys would be the full model's for tokens that stand."""
+    model = tiny(layout="1+2x3+0")
+    deep, shallow = Decoder(model, [PROMPT], 9), Decoder(model, [PROMPT], 9, depth=k)
+    for decoder in (deep, shallow):
+        decoder.prefill()
+    drafter = Drafter(deep, k)
+    for token in (5, 17, 2):
+        got = drafter.advance(token, read_out=True)
+        torch.testing.assert_close(got, shallow.step(torch.tensor([token]))[0], rtol=0, atol=1e-11)
+
+
+# Greedy text
+
+
+def same_texts(model, prompts, n, **options) -> int:
+    """How many of the prompts part, which they may where the two likeliest tokens are within 1e-4 of each other."""
+    parted = 0
+    for prompt in prompts:
+        got, want = tokens_of(speak(model, prompt, n, **options)), plain(model, prompt, n)
+        if got != want:
+            at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
+            with torch.no_grad():
+                first, second = model(torch.tensor([prompt + want[:at]]))[0, -1].topk(2).values.tolist()
+            assert first - second < 1e-4, f"{prompt}: {got} instead of {want}"
+            parted += 1
+    print(f"{parted} of {len(prompts)} texts part at a near tie")
+    return parted
+
+
+def random_prompts(count, V, longest):
+    rng = torch.Generator().manual_seed(2)
+    lengths = torch.randint(1, longest + 1, (count,), generator=rng).tolist()
+    return [torch.randint(V, (length,), generator=rng).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("draft", [Draft(1, 2), Draft(2, None)], ids=str)
+def test_greedy_text_is_the_same(tiny, draft):
+    model = tiny(dtype=torch.float32, context=24)
+    assert same_texts(model, random_prompts(20, 23, 8), 16, draft=draft) <= 1
+
+
+@pytest.mark.parametrize("method", RESUMED)
+def test_greedy_text_is_the_same_with_each_method(tiny, method):
+    model = tiny(method, dtype=torch.float32)
+    for strategy in ("full", "first", "first:all"):
+        assert tokens_of(speak(model, kv=strategy)) == plain(model, kv=strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_greedy_texts_of_a_trained_model():
+    model, _ = load_model(NANO, torch.device("cpu"))
+    assert same_texts(model, random_prompts(1000, 257, 40), 16) <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_text_is_the_same(tiny):
+    model = tiny(dtype=torch.float32, context=24)
+    for draft in (Draft(1, 3), Draft(2, None)):
+        assert tokens_of(speak(model, n=19, draft=draft, compiled=True)) == plain(model, n=19)
+
+
+@pytest.mark.parametrize("n", range(7))
+def test_the_budget_ends_a_draft(tiny, n):
+    """With room behind it, and where the context of 12 tokens ends."""
+    model, prompt = tiny(dtype=torch.float32), list(range(12 - n))
+    assert tokens_of(speak(model, n=n, draft=Draft(2, 50))) == plain(model, n=n)
+    got = tokens_of(speak(model, prompt, None, draft=Draft(1, 5)))
+    assert len(got) == n and got == plain(model, prompt, n)
+
+
+def test_end_of_text_within_a_draft_ends(tiny):
+    model = tiny(dtype=torch.float32)
+    text = plain(model)
+    for at, stop in enumerate(text):
+        got = tokens_of(speak(model, stop_ids=[stop], draft=Draft(2, 8)))
+        assert got == text[: text.index(stop)], at
+
+
+def test_a_stop_string_and_the_report():
+    options = {"device": "cpu", "sampling": GREEDY, "max_new_tokens": 40, "logprobs": True}
+    want = generation_report(NANO, "def ", **options)
+    stop = want["text"][17:20]
+    for more in ({}, {"stop": [stop]}):
+        got = generation_report(NANO, "def ", draft=Draft(), **options, **more)
+        want = generation_report(NANO, "def ", **options, **more)
+        counts = got.pop("speculative")
+        assert got.pop("logprobs") == pytest.approx(want.pop("logprobs"), abs=1e-5)
+        assert {**got, "tokens_per_s": 0} == {**want, "tokens_per_s": 0}
+    assert counts["draft_depth"] == 1 and 0 < counts["accepted"] <= counts["drafted"] and counts["acceptance"] <= 1
+    assert got["finish_reason"] == "stop" and stop not in got["text"]
+
+
+# The law of sampled text
+
+
+def p_value(counts, probabilities) -> float:
+    """Of Pearson's chi-square; cells with fewer than 5 expected are one cell, an impossible one that was seen is 0."""
+    expected = counts.sum() * probabilities
+    if counts[expected == 0].any():
+        return 0.0
+    rare = expected < 5
+    counts, expected = (torch.cat((x[~rare], x[rare].sum()[None])) for x in (counts, expected))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    x = ((counts - expected) ** 2 / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), x / 2).item()
+
+
+class Tables:
+    """In a Drafter's place: the logits of every text of up to three tokens, so that many can be drawn."""
+
+    def __init__(self, model) -> None:
+        self.deep, self.shallow = {}, {}
+        for n in range(4):
+            texts = list(itertools.product(range(8), repeat=n))
+            ids = torch.tensor([[*PROMPT, *text] for text in texts])
+            with torch.no_grad():
+                deep, shallow = model(ids)[:, -1], model(ids, Depth(1))[:, -1]
+            self.deep |= dict(zip(texts, deep, strict=True))
+            self.shallow |= dict(zip(texts, shallow, strict=True))
+        self.depth, self.cache = Depth(1), self
+        self.restart()
+
+    def restart(self) -> None:
+        self.text, self.under_way = [], 0
+
+    def advance(self, token, read_out):
+        self.text.append(token)
+        self.under_way += 1
+        return self.shallow[tuple(self.text[1:])]  # the first is the last of the prompt
+
+    def verify(self):
+        first, self.under_way = len(self.text) - self.under_way, 0
+        return torch.stack([self.deep[tuple(self.text[1 : i + 1])] for i in range(first, len(self.text))])
+
+    def rollback(self, tokens) -> None:
+        del self.text[len(self.text) - tokens :]
+
+    def law(self, sampling):
+        """(512,): of the three tokens after PROMPT, from full depth alone."""
+        law = torch.zeros(8, 8, 8, dtype=torch.float64)
+        for a, b, c in itertools.product(range(8), repeat=3):
+            texts = (), (a,), (a, b)
+            p = [sampling.probabilities(self.deep[text], [*PROMPT, *text]) for text in texts]
+            law[a, b, c] = p[0][a] * p[1][b] * p[2][c]
+        return law.flatten()
+
+
+def drawn_texts(model, tables, sampling, seed, n):
+    """Counts (512,) of n texts of three tokens."""
+    stream = speak(model, sampling=sampling)
+    stream.drafter, stream.generators, stream.rows = tables, [torch.Generator().manual_seed(seed)], [0]
+    counts = torch.zeros(8, 8, 8, dtype=torch.float64)
+    for _ in range(n):
+        tables.restart()
+        stream.past, stream.left, stream.live = [list(PROMPT)], 4, {0}
+        stream.certain.clear()
+        counts[tuple(drawn.token for (drawn,) in itertools.islice(stream, 3))] += 1
+    return counts.flatten(), stream.tally.acceptance
+
+
+def accept_always(p, q, drafts, generator):
+    return len(drafts), p[-1]
+
+
+LAWS = [
+    Sampling(1.0, top_k=6, top_p=0.95, min_p=0.02, repetition_penalty=3.0),
+    Sampling(1.0, top_k=6, top_p=0.95),
+    Sampling(0.7, top_k=6, top_p=0.95),
+    Sampling(1.5, top_k=6, top_p=0.95),
+]
+slowly = [pytest.param(law, marks=[pytest.mark.slow, pytest.mark.timeout(600)]) for law in LAWS[1:]]
+
+
+@pytest.mark.parametrize("sampling", [LAWS[0], *slowly], ids=str)
+def test_three_tokens_follow_the_full_models_law(tiny, monkeypatch, sampling):
+    """... over all 512 texts, whatever is drafted; and the test tells when every draft stands."""
+    slow = sampling is not LAWS[0]
+    n, model = 4000 if slow else 1500, tiny("ladder-inject", vocab_size=8, spread=0.25)
+    tables = Tables(model)
+    law = tables.law(sampling)
+    for seed in range(3) if slow else [0]:
+        counts, acceptance = drawn_texts(model, tables, sampling, seed, n)
+        p = p_value(counts, law)
+        print(f"seed {seed}: p = {p:.3f}, {acceptance:.0%} of the drafts stood, {(law > 0).sum()} texts are possible")
+        assert 0.3 < acceptance < 0.9, "too easy, or too hard, to tell anything"
+        assert p > 0.001
+    monkeypatch.setattr(speculative, "accept", accept_always)
+    assert p_value(drawn_texts(model, tables, sampling, 0, n)[0], law) < 0.001
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("always", [False, True])
+def test_the_law_through_the_models_own_passes(tiny, monkeypatch, always):
+    """With a first token from the prompt's pass, and drafts whose coda reads what was verified."""
+    if always:
+        monkeypatch.setattr(speculative, "accept", accept_always)
+    model, sampling = tiny("ladder-inject", vocab_size=8, spread=0.25), LAWS[1]
+    counts = torch.zeros(8, 8, 8, dtype=torch.float64)
+    for seed in range(2000):
+        stream = speak(model, n=5, seeds=[seed], sampling=sampling)
+        counts[tuple(drawn.token for (drawn,) in itertools.islice(stream, 3))] += 1
+    p = p_value(counts.flatten(), Tables(model).law(sampling))
+    print(f"p = {p:.4f}")
+    assert (p < 0.001) == always
+
+
+def test_the_seed_decides_the_text(tiny):
+    model = tiny(dtype=torch.float32)
+    texts = [tokens_of(speak(model, seeds=[seed], sampling=Sampling())) for seed in (0, 0, 1, 2)]
+    assert texts[0] == texts[1] and len({tuple(text) for text in texts}) == 3
+
+
+# The number of drafts
+
+
+def test_all_drafts_stand_where_deeper_steps_do_nothing(tiny):
+    """The gate copies the state: whatever the sampling, there is nothing to reject."""
+    model = tiny(dtype=torch.float32, context=40)
+    model.rule.gate.down.bias.data.fill_(1e4)
+    stream = speak(model, n=36, draft=Draft(1, None), sampling=Sampling(1.2, top_p=0.9))
+    assert len(tokens_of(stream)) == 36
+    assert stream.tally.accepted == stream.tally.drafted == stream.tally.seen
+    assert stream.tally.verifications == 4  # 1 of the prompt, 9 each, 8 that were left
+
+
+def test_as_many_drafts_as_pay(tiny):
+    stream = speak(tiny(layout="1+1x6+1"), draft=Draft(1, None))
+    lengths = []
+    for accepted in (8, 8, 0, 0, 0, 0, 0, 0, 0, 0):
+        lengths.append(stream.length())
+        stream._count(8, accepted)
+    assert lengths[0] == 8 and lengths == sorted(lengths, reverse=True) and lengths[-1] < 4
+    assert speak(tiny(), draft=Draft(1, 5)).length() == 5
+
+
+def test_training_mode_is_left_as_it_was(tiny):
+    model = tiny(dtype=torch.float32, state_noise=9.0, gate_noise=9.0)
+    want = tokens_of(speak(model))
+    assert tokens_of(speak(model.train())) == want and model.training
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "options", "message"),
+    [
+        ("ladder", "4L", {}, "a dense model has no core of which a part could draft"),
+        ("mor", "1+2x3+1", {}, "mor chooses in each pass who goes on"),
+        ("mor-token", "1+2x3+1", {}, "mor-token chooses in each pass who goes on"),
+        ("grt", "1+2x3+1", {"kv": "last"}, "kv shares what only a token's last step decides"),
+        ("grt", "1+2x3+1", {"kv": "mean"}, "kv shares"),
+        ("grt", "1+2x3+1", {"kv": "mod:3"}, "kv shares"),
+        ("grt", "1+2x3+1", {"draft": Draft(3)}, "draft_depth is 3: give at least 1, and less than the full depth of 3"),
+        ("grt", "1+2x3+1", {"draft": Draft(0)}, "draft_depth is 0: give at least 1"),
+        ("grt", "1+2x3+1", {"draft": Draft(2), "depth": 2}, "draft_depth is 2: .* less than the full depth of 2"),
+        ("grt", "1+2x3+1", {"draft": Draft(1, 0)}, "draft_tokens is 0: it must be at least 1"),
+        ("grt", "1+2x3+1", {"crop": True}, "crop decodes without a cache"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_drafted(tiny, method, layout, options, message):
+    with pytest.raises(ConfigError, match=message):
+        speak(tiny(method, layout), **options)
+
+
+def test_one_prompt_at_a_time(tiny):
+    with pytest.raises(ConfigError, match="speculative decoding takes one prompt at a time, not 2"):
+        SpeculativeStream(tiny(), [PROMPT, PROMPT], draft=Draft())
+
+
+def test_the_command(capsys):
+    arguments = ["generate", str(NANO), "--prompt", "def ", "--max-new-tokens", "12", "--temperature", "0"]
+    assert cli.main(arguments) == 0
+    want = capsys.readouterr().out
+    assert cli.main([*arguments, "--speculative", "--draft-depth", "2", "--draft-tokens", "3"]) == 0
+    told = capsys.readouterr()
+    assert told.out == want and "drafts stood" in told.err
+    assert cli.main([*arguments, "--draft-depth", "2"]) == 2
+    assert "--draft-depth and --draft-tokens are for drafts: add --speculative" in capsys.readouterr().err
