@@ -24,8 +24,10 @@ from grt.evals.accuracy import accuracy_by_depth
 from grt.evals.cloze import cloze_accuracy, dump_items, make_items
 from grt.evals.loss import Evaluation, evaluate
 from grt.evals.sharing import sharing_loss
+from grt.exits import NOBODY, Wanted, evaluated_exit, find_exit, show_exit
 from grt.model import cost
 from grt.model.cache import KVCache
+from grt.model.exit import Exit
 from grt.model.precision import dtype_name, resolve_device, resolve_dtype
 from grt.model.recurrent import RecurrentDepthModel
 from grt.presets import change
@@ -74,22 +76,23 @@ def known_text(run: Path, checkpoint: Path, config: RunConfig, data: str | None)
 def evaluation_report(
     run: Path, data: str | None = None, *, depths: Sequence[int] | None = None, limit: int | None = None,
     batch_size: int = 16, dtype: str = "fp32", device: str = "auto", routing: str | None = None,
-    kv: Sequence[str] = (), cloze: int = 0,
+    kv: Sequence[str] = (), cloze: int = 0, exit: Wanted = NOBODY,
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of `grt eval`: loss, perplexity, bits per byte and FLOPs at each depth, and every setting.
 
     routing: as in `evaluate`; None: by the threshold where there is a router, with the loss of top-k beside it.
-    kv: strategies whose loss is measured too, and with it accuracy on `cloze` items.
+    kv: strategies whose loss is measured too, and with it accuracy on `cloze` items. exit: what tokens are worth that
+    leave on their own, after the deepest of `depths` at the latest.
     """
     start = time.perf_counter()
     where = resolve_device(device)
-    checkpoint, _ = find_checkpoint(run)
-    model, config = load_model(checkpoint, where)
-    check_sharing(model, kv, cloze)
+    model, config = load_model(checkpoint := find_checkpoint(run)[0], where)
+    halting = find_exit(checkpoint, model, exit, max(depths) if depths else None)
+    check_sharing(model, kv, cloze, halting)
     split = known_text(run, checkpoint, config, data)
     options = {"limit": limit, "batch_size": batch_size, "dtype": resolve_dtype(dtype, where, config.model.d_model)}
-    both = routing is None and model.rule.routing is not None
-    routing = "threshold" if both else routing
+    if both := routing is None and model.rule.routing is not None:
+        routing = "threshold"
     result = evaluate(model, split, depths=depths, routing=routing, **options)
     if routing == "topk":
         warnings.warn("routing topk looks at later tokens: this loss leaks them, it is not a result", stacklevel=2)
@@ -108,11 +111,11 @@ def evaluation_report(
         "windows": result.windows,
         "dtype": dtype_name(options["dtype"]),
         "device": where.type,
-        "loss": result.deepest if depths else losses[config.model.blocks.R],
+        "loss": losses[max(depths) if depths else config.model.blocks.R],
         "loss_by_depth": {str(k): loss for k, loss in losses.items()},
         "depths": _depth_rows(result, model),
         "kv": "full",
-        "exit": None,
+        "exit": evaluated_exit(model, split, halting, **options) if halting else None,
         "routing": routing,
         "seed": config.train.seed,
         "commit": commit(),
@@ -128,8 +131,10 @@ def finite_losses(result: Evaluation, run: Path) -> dict[int, float]:
     return result.loss_by_depth
 
 
-def check_sharing(model: RecurrentDepthModel, kv: Sequence[str], cloze: int) -> None:
+def check_sharing(model: RecurrentDepthModel, kv: Sequence[str], cloze: int, halting: Exit | None) -> None:
     """ConfigError, before anything is computed, for strategies that there are not or not for this method."""
+    if halting and kv:
+        raise ConfigError("exit is evaluated with keys of every step, kv full: leave --kv out, or --exit.")
     if cloze < 0 or (cloze and not kv):
         raise ConfigError(f"cloze is {cloze}: give a number of items, and --kv with the strategies to compare.")
     for strategy in kv:
@@ -220,6 +225,8 @@ def show_evaluation(report: dict[str, Any]) -> None:
     show_extras(report.get("extras", {}))
     if "accuracy_by_depth" in report:
         show_accuracy(report["accuracy_by_depth"])
+    if report["exit"]:
+        show_exit(report["exit"], report["loss"])
     if "sharing" in report:
         show_sharing(report["sharing"])
     if report["routing"]:

@@ -1,6 +1,7 @@
 """What `grt generate`, `info` and `list` say (eval_report.py: `grt eval`): a dict for --json, a table for people."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 from grt.config import ConfigError, Layout, RunConfig, config_hash, load
 from grt.data.tokenizer import get_tokenizer
 from grt.eval_report import evaluation_report, show_evaluation
+from grt.exits import NOBODY, Wanted, find_exit
 from grt.infer.generate import Stream
 from grt.infer.sampling import Sampling
 from grt.infer.speculative import Draft, SpeculativeStream
@@ -28,7 +30,8 @@ console = Output()
 
 def generation_report(
     run: Path, prompt: str, *, device: str = "auto", dtype: str = "fp32", show: Callable[[str], None] | None = None,
-    stop: Sequence[str] = (), logprobs: bool = False, seed: int = 0, draft: Draft | None = None, **options: Any,
+    stop: Sequence[str] = (), logprobs: bool = False, seed: int = 0, draft: Draft | None = None,
+    exit: Wanted = NOBODY, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of `grt generate`; `show` is given the prompt and then the text as it comes. draft: speculative
     decoding. options: Stream's.
@@ -43,8 +46,9 @@ def generation_report(
         ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
     except UnicodeEncodeError:
         raise ConfigError("the prompt is not UTF-8: convert it first.") from None
-    text, logs = TextStream(tokenizer.decode, stop), []
+    text, logs, depths = TextStream(tokenizer.decode, stop), [], []
     options |= {"seeds": [seed], "stop_ids": [tokenizer.eot]}
+    options["exit"] = find_exit(run, model, exit, options.get("depth"))
     speculative = None if draft is None else SpeculativeStream(model, [ids], draft=draft, **options)
     steps, start = speculative or Stream(model, [ids], **options), time.perf_counter()
     show = show or (lambda piece: None)
@@ -52,19 +56,20 @@ def generation_report(
     for (drawn,) in steps:
         assert drawn is not None  # a row alone ends the stream
         logs.append(drawn.logprob)
+        depths.append(drawn.depth)
         show(text.add(drawn.token))
         if text.ended:
             break
     seconds = time.perf_counter() - start
     show(text.finish())
-    n, depth = len(text.tokens), options.get("depth") or config.model.blocks.R
+    n, deepest = len(text.tokens), options.get("depth") or config.model.blocks.R
     return {
         "prompt": prompt,
         "text": text.text,
         "tokens": text.tokens,
         "finish_reason": "length" if n == steps.max_new_tokens and not text.ended else "stop",
-        "depths": [depth] * n,
-        "mean_depth": float(depth),
+        "depths": depths,
+        "mean_depth": math.fsum(depths) / n if n else float(deepest),
         "tokens_per_s": n / max(seconds, 1e-9),
         **({"logprobs": logs} if logprobs else {}),
         **({"speculative": speculative.report()} if speculative else {}),

@@ -425,7 +425,7 @@ class Scripted:
         return self
 
     def __iter__(self):
-        yield from ([Drawn(i, -0.5)] for i in self.ids)
+        yield from ([Drawn(i, -0.5, R)] for i in self.ids)
 
 
 @pytest.mark.parametrize(

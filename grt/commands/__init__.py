@@ -6,6 +6,7 @@ COMMANDS = {
     "train": "train a preset or a config",
     "eval": "loss of a trained model at each depth",
     "generate": "continue a text",
+    "calibrate": "find the threshold at which tokens leave the loop",
     "info": "parameters, FLOPs and memory of a preset or a run",
     "list": "presets, methods, and runs under a folder",
     "compare": "put runs side by side: cost and loss",

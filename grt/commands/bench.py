@@ -101,6 +101,36 @@ class Dial:
 
 
 @dataclass
+class Halting:
+    """Tokens that leave the loop one by one, against fixed depths: loss, FLOPs and time per token; a table, a plot,
+    then one JSON line."""
+
+    run: Run
+    """A run's folder, one of its checkpoints, or a model folder."""
+    exits: list[str] = field(default_factory=list)
+    """Policies with a threshold (kl:0.01), or to be calibrated (kl); without it, all but fixed depths that the method
+    has."""
+    mean_depths: list[float] = field(default_factory=list)
+    """What to calibrate for; without it R/4, R/3, R/2 and 2R/3."""
+    windows: int = 64
+    """Windows of the run's own validation split to evaluate on."""
+    calibration_windows: int = 32
+    """Those before them, to calibrate on."""
+    batch: list[int] = field(default_factory=lambda: [1])
+    """Rows at a time, where time is taken."""
+    new: int = 64
+    """Tokens to decode, those of the text itself, after a prompt that fills the rest of the context; 0: no timing."""
+    alternations: int = 5
+    """Turns of each."""
+    device: Device = "auto"
+    """Where to compute."""
+    threads: int = 0
+    """CPU threads; 0: as many as torch takes by itself."""
+    out: Path = Path("halting.png")
+    """The plot."""
+
+
+@dataclass
 class Speculative:
     """Decoding with drafts against plain decoding, of one trained model: a table, then one JSON line."""
 
@@ -174,6 +204,19 @@ def run_dial(arguments: list[str]) -> None:
     show(report)
 
 
+def run_halting(arguments: list[str]) -> None:
+    command = parse(Halting, arguments, "bench halting")
+    from grt.bench.halting import bench_halting, show
+
+    use_threads(command.threads)
+    report = bench_halting(
+        command.run, command.exits, command.mean_depths, windows=command.windows,
+        calibration_windows=command.calibration_windows, batches=command.batch, new=command.new,
+        alternations=command.alternations, device=command.device, out=command.out,
+    )  # fmt: skip
+    show(report)
+
+
 def run_speculative(arguments: list[str]) -> None:
     command = parse(Speculative, arguments, "bench speculative")
     from grt.bench.speculative import bench_speculative, show
@@ -199,6 +242,7 @@ BENCHES: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "latency": (run_latency, "time per generated token, against dense and transformers"),
     "memory": (run_memory, "weights and caches while decoding, against the closed form"),
     "dial": (run_dial, "loss against time per token, by depth, of one trained model"),
+    "halting": (run_halting, "loss, FLOPs and time of tokens that leave one by one, against fixed depths"),
     "speculative": (run_speculative, "time per token with drafts against plain decoding, of one trained model"),
 }
 

@@ -31,6 +31,13 @@ class Eval:
     of the second half of each window, token by token after the first."""
     cloze: int = 0
     """With --kv: also the accuracy on this many cloze items (2000 is the usual number)."""
+    exit: Annotated[str | None, tyro.conf.arg(metavar="POLICY[:X]")] = None
+    """Also the loss where each token leaves on its own: state:X, kl:X, entropy:X, top1:N, q:X (Ouro) or fixed:K;
+    without X, as grt calibrate found it."""
+    threshold: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
+    """The X of --exit."""
+    budget: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Also, or alone: no token of a window goes deeper than leaves the mean depth so far within this."""
     dtype: Literal["auto", "fp32", "bf16"] = "fp32"
     """Precision of the matrix products; auto: the fastest here."""
     device: Device = "auto"
@@ -42,10 +49,12 @@ class Eval:
 def run_eval(arguments: list[str]) -> int:
     command = parse(Eval, arguments, "eval")
     from grt.eval_report import evaluation_report, show_evaluation
+    from grt.exits import Wanted
 
     report = evaluation_report(
         command.run, command.data, depths=command.depth or None, limit=command.windows, batch_size=command.batch_size,
         dtype=command.dtype, device=command.device, routing=command.routing, kv=command.kv, cloze=command.cloze,
+        exit=Wanted(command.exit, command.threshold, command.budget),
     )  # fmt: skip
     print(json.dumps(report)) if command.json else show_evaluation(report)
     return 0

@@ -39,6 +39,13 @@ class Generate:
     """Stop before this string; may be given several times."""
     kv: str = "full"
     """How the core's steps share keys and values: full, first, last, mean, mod:K or first:all."""
+    exit: Annotated[str | None, tyro.conf.arg(metavar="POLICY[:X]")] = None
+    """When a token leaves the core, at the latest after --depth passes: state:X, kl:X, entropy:X, top1:N, q:X (Ouro) or
+    fixed:K; without X, as grt calibrate found it."""
+    threshold: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
+    """The X of --exit."""
+    budget: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Also, or alone: no token goes deeper than leaves the mean depth of the generated ones within this."""
     crop: bool = False
     """Go on beyond the context, seeing its last tokens only: no cache, so every token costs a whole pass."""
     compile: bool = False
@@ -64,6 +71,7 @@ def run_generate(arguments: list[str]) -> int:
     drafting = command.draft_depth, command.draft_tokens
     if not command.speculative and drafting != (None, None):
         raise ConfigError("--draft-depth and --draft-tokens are for drafts: add --speculative, or leave them out.")
+    from grt.exits import Wanted
     from grt.infer.sampling import Sampling
     from grt.infer.speculative import Draft
     from grt.report import generation_report
@@ -76,6 +84,7 @@ def run_generate(arguments: list[str]) -> int:
         show=None if command.json else lambda text: print(text, end="", flush=True),
         stop=command.stop, logprobs=command.logprobs, seed=command.seed, depth=command.depth, sampling=sampling,
         max_new_tokens=command.max_new_tokens, kv=command.kv, crop=command.crop, compiled=command.compile,
+        exit=Wanted(command.exit, command.threshold, command.budget),
         draft=Draft(*drafting) if command.speculative else None,
     )  # fmt: skip
     print(json.dumps(report) if command.json else "")

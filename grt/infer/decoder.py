@@ -75,10 +75,12 @@ class Decoder:
         self.steps = model.full_depth if depth is None else Depth(depth)
         model.check_depth(self.steps.steps, least=1)
         self.prompts, self.longest = prompts, longest
-        self.cache = KVCache(
-            model, len(prompts), longest + max_new, strategy=kv, depth=self.steps.steps, prompt=longest
-        )
+        self.cache = self._cache(len(prompts), longest + max_new, longest, kv)
+        self.fixed_shapes = self.cache.core.fixed_shapes
         self._step = self.compiled(self._one_token) if compiled else self._one_token
+
+    def _cache(self, batch: int, capacity: int, prompt: int, kv: str) -> KVCache:
+        return KVCache(self.model, batch, capacity, strategy=kv, depth=self.steps.steps, prompt=prompt)
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Other prompts, as many and no longer than the first ones were; what was compiled stays."""
@@ -94,20 +96,25 @@ class Decoder:
         for start in range(0, ids.shape[1], size):
             piece = slice(start, start + size)
             ctx = LoopContext(cache=self.cache, real=None if real is None else real[:, piece])
-            logits = self.model.logits(last_of(self.model.states(ids[:, piece], ctx, self.steps)), ctx, last=True)
+            logits = self._last(ids[:, piece], ctx)
         self.cache.commit()
-        if self.cache.core.fixed_shapes:
+        if self.fixed_shapes:
             self.cache.freeze()
-        return logits[:, -1]
+        return logits
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after one more token of each row; tokens (B,)."""
-        if self.cache.core.fixed_shapes:
+        if self.fixed_shapes:
             self.cache.advance()
         logits = self._step(tokens[:, None])
         self.cache.commit()
         return logits
+
+    @property
+    def depths(self) -> list[int]:
+        """Steps that the last token of each row took."""
+        return [self.steps.steps] * self.cache.batch
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
@@ -117,7 +124,7 @@ class Decoder:
 
     def compiled(self, function: Callable[P, T]) -> Callable[P, T]:
         """A pass over the frozen cache by torch.compile."""
-        if not self.cache.core.fixed_shapes:
+        if not self.fixed_shapes:
             raise ConfigError(
                 f"{self.model.config.method} gathers as many rows as its router chooses: decode it without compiling."
             )
@@ -133,5 +140,8 @@ class Decoder:
         return torch.compile(one_row, fullgraph=True, options=OPTIONS)
 
     def _one_token(self, ids: Tensor) -> Tensor:
-        ctx = LoopContext(cache=self.cache)
-        return self.model.logits(last_of(self.model.states(ids, ctx, self.steps)), ctx)[:, -1]
+        return self._last(ids, LoopContext(cache=self.cache))
+
+    def _last(self, ids: Tensor, ctx: LoopContext) -> Tensor:
+        """Logits (B, V) of the last of ids (B, T)."""
+        return self.model.logits(last_of(self.model.states(ids, ctx, self.steps)), ctx, last=True)[:, -1]

@@ -8,16 +8,19 @@ import torch
 
 from grt.config import ConfigError
 from grt.infer.decoder import Decoder
+from grt.infer.halting import HaltingDecoder
 from grt.infer.sampling import Sampling
 from grt.infer.window import Window
+from grt.model.exit import Exit, parse_exit, with_threshold
 from grt.model.recurrent import RecurrentDepthModel
 
 
 class Drawn(NamedTuple):
-    """logprob: of the model's own distribution, whatever the sampling made of it."""
+    """logprob: of the model's own distribution, whatever the sampling made of it. depth: steps behind its logits."""
 
     token: int
     logprob: float
+    depth: int
 
 
 def finite(logits: torch.Tensor) -> torch.Tensor:
@@ -48,6 +51,7 @@ class Stream:
     batch sooner: max_new_tokens None means as many as fit behind the longest prompt (with crop: as many as the
     context). seeds: one a row (0 without). stop_ids end a row and are not part of it; `drop` ends one from outside.
     kv, depth, compiled: as for Decoder. crop: no end of the context, for the price of a fresh pass a token (Window).
+    exit: each token leaves the loop on its own, in place of depth (HaltingDecoder).
     Settings that cannot work are refused at once, with a ConfigError.
     """
 
@@ -64,6 +68,7 @@ class Stream:
         kv: str = "full",
         crop: bool = False,
         compiled: bool = False,
+        exit: Exit | None = None,
     ) -> None:
         seeds = [0] * len(prompts) if seeds is None else seeds
         assert len(seeds) == len(prompts), "one seed a row"
@@ -74,6 +79,8 @@ class Stream:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}: it must be at least 0.")
         if crop and (compiled or kv != "full"):
             raise ConfigError("crop decodes without a cache, for which kv and compiled are meant: leave these out.")
+        if exit is not None and (crop or compiled):
+            raise ConfigError("with exit, tokens go as deep as they need, through a cache: leave crop and compile out.")
         self.model, self.sampling, self.stop_ids = model, sampling or Sampling(), frozenset(stop_ids)
         if max_new_tokens is None:
             room = model.config.context - (0 if crop else max(map(len, prompts), default=0))
@@ -81,6 +88,8 @@ class Stream:
         self.max_new_tokens = self.left = max_new_tokens
         if crop:
             self.decoder = Window(model, prompts, depth=depth)
+        elif exit is not None:
+            self.decoder = HaltingDecoder(model, prompts, max_new_tokens, exit, kv=kv)
         else:
             self.decoder = Decoder(model, prompts, max_new_tokens, kv=kv, depth=depth, compiled=compiled)
         self.fixed_batch = compiled  # another size of batch would be compiled anew
@@ -101,11 +110,12 @@ class Stream:
             raise StopIteration
         self.left -= 1
         logits = self._logits()
+        depths = self.decoder.depths
         drawn: list[Drawn | None] = [None] * len(self.past)
         for i, row in enumerate(self.rows):
             if row not in self.live:
                 continue
-            picked = Drawn(*self.sampling.pick(logits[i], self.past[row], self.generators[row]))
+            picked = Drawn(*self.sampling.pick(logits[i], self.past[row], self.generators[row]), depths[i])
             if picked.token in self.stop_ids:
                 self.drop(row)
             else:
@@ -144,11 +154,16 @@ def generate(
     stop: int | None = None,
     kv: str = "full",
     crop: bool = False,
+    exit: str | None = None,
+    budget: float | None = None,
 ) -> Iterator[int]:
     """Token ids after `prompt` (at least one id), one by one; they end before the id `stop`.
 
-    Options as for Sampling and Stream. The text of a seed is the same whenever model, depth and options are.
+    Options as for Sampling and Stream; exit as in `kl:0.01` (grt/model/exit.py), and a budget, their mean depth.
+    The text of a seed is the same whenever model, depth and options are.
     """
+    policy = None if exit is None else with_threshold(*parse_exit(exit))
+    halting = None if exit is None and budget is None else Exit.of(model, policy, depth, budget)
     steps = Stream(
         model,
         [prompt],
@@ -159,5 +174,6 @@ def generate(
         stop_ids=[] if stop is None else [stop],
         kv=kv,
         crop=crop,
+        exit=halting,
     )
     return (drawn.token for (drawn,) in steps if drawn is not None)

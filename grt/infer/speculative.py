@@ -151,6 +151,10 @@ class SpeculativeStream(Stream):
             raise ConfigError(f"speculative decoding takes one prompt at a time, not {len(prompts)}: leave it out.")
         if crop:
             raise ConfigError("crop decodes without a cache, where a draft saves nothing: leave crop or drafts out.")
+        if options.get("exit") is not None:
+            raise ConfigError(
+                "a draft is completed to the full depth, never to one of its own: leave exit or drafts out."
+            )
         if draft.tokens is not None:
             at_least("draft_tokens", draft.tokens, 1)
         super().__init__(model, prompts, **options)
@@ -176,7 +180,7 @@ class SpeculativeStream(Stream):
         return [drawn]
 
     def _first(self) -> Drawn:
-        return Drawn(*self.sampling.pick(self._logits()[0], self.past[0], self.generators[0]))
+        return Drawn(*self.sampling.pick(self._logits()[0], self.past[0], self.generators[0]), self.drafter.full.steps)
 
     def _verified(self) -> list[Drawn]:
         """Drafts that stand and one token more."""
@@ -197,7 +201,7 @@ class SpeculativeStream(Stream):
         self._count(len(drafts), n)
         tokens = [*drafts[:n], self.sampling.draw(behind, self.generators[0])]
         logprobs = logits.double().log_softmax(-1)[range(n + 1), tokens].tolist()
-        return [Drawn(*pair) for pair in zip(tokens, logprobs, strict=True)]
+        return [Drawn(*pair, self.drafter.full.steps) for pair in zip(tokens, logprobs, strict=True)]
 
     def _count(self, drafted: int, accepted: int) -> None:
         seen = min(accepted + 1, drafted)

@@ -40,6 +40,10 @@ class Window:
             row.append(token)
         return self.prefill()
 
+    @property
+    def depths(self) -> list[int]:
+        return [self.steps.steps] * len(self.rows)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
         self.rows = [self.rows[i] for i in rows]

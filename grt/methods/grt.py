@@ -39,11 +39,11 @@ class Reinjection(UpdateRule):
 
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         proj_h, proj_pre = self.proj.weight.split(self.d, dim=1)
-        ctx.carry["proj"] = proj_h, F.linear(h_pre, proj_pre)
+        ctx.carry["proj"], ctx.of_tokens["proj"] = proj_h, F.linear(h_pre, proj_pre)
         return h_pre
 
     def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        weight, from_anchor = ctx.carry["proj"]
+        weight, from_anchor = ctx.carry["proj"], ctx.of_tokens["proj"]
         noisy_h = noisy(h, self.sigma_x, "state_noise", ctx) if self.training else h
         u = F.linear(noisy_h, weight) + from_anchor  # eq:proj
         return u.to(h.dtype)  # under autocast the core's residual stream stays as precise as the state
@@ -79,11 +79,12 @@ class GRT(Reinjection):
 
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         gate_h, gate_pre = self.gate.up.weight.split(self.d, dim=1)
-        ctx.carry["gate"] = gate_h, F.linear(self.ln_anchor(h_pre), gate_pre, self.gate.up.bias)
+        ctx.carry["gate"] = gate_h
+        ctx.of_tokens["gate"] = F.linear(self.ln_anchor(h_pre), gate_pre, self.gate.up.bias)
         return super().start(h_pre, ctx)
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        weight, from_anchor = ctx.carry["gate"]
+        weight, from_anchor = ctx.carry["gate"], ctx.of_tokens["gate"]
         a = self.gate.down(F.silu(F.linear(self.ln_state(h), weight) + from_anchor))
         a = a.to(h.dtype) if self.tau == 1 else a.to(h.dtype) / self.tau  # a division by one still reads all of a
         a = noisy(a, self.sigma_g, "gate_noise", ctx) if self.training else a

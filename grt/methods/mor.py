@@ -90,6 +90,7 @@ class Routed(UpdateRule):
     """
 
     extrapolates = False  # there is no router for a step beyond R
+    halts = False
     weights_depend_on = ("router", "router_scale")
 
     def __init__(self, config: ModelConfig, n_routers: int, n_scores: int) -> None:

@@ -61,6 +61,7 @@ class Ouro(UpdateRule):
     """Plain weight tying with a norm in the loop, a read-out of every step and a learned exit."""
 
     reads_out_often = True
+    learned_exit = True
     second_stage = ("rule.gate",)
     weights_depend_on = ("loop_carry",)
 
@@ -84,6 +85,9 @@ class Ouro(UpdateRule):
         a = self.gate(z).squeeze(-1).to(o.dtype)  # products of (1 - lambda) want more than bf16's three digits
         ctx.carry["exit"].append(ctx.tap("exit", torch.sigmoid(a)))  # (B, T)
         return z if self.normed else o
+
+    def exit_probability(self, ctx: LoopContext) -> Tensor:
+        return ctx.carry["exit"][-1]
 
     def loss(self, states: Iterator[Tensor], ce: CrossEntropy, ctx: LoopContext) -> Loss:
         next(states)  # h_0 is no exit

@@ -73,7 +73,7 @@ class Poisson(UpdateRule):
 
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         A_h, A_e = self.adapter.weight.split(self.d, dim=1)
-        ctx.carry["adapter"] = A_h, F.linear(F.layer_norm(h_pre, (self.d,)), A_e)
+        ctx.carry["adapter"], ctx.of_tokens["adapter"] = A_h, F.linear(F.layer_norm(h_pre, (self.d,)), A_e)
         if self.training:
             return truncated_normal(h_pre.shape, self.sigma, h_pre.device).to(h_pre.dtype)
         table = self.start_table(ctx.seed, h_pre)
@@ -91,7 +91,7 @@ class Poisson(UpdateRule):
         return self.table[1]
 
     def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        A_h, from_anchor = ctx.carry["adapter"]
+        A_h, from_anchor = ctx.carry["adapter"], ctx.of_tokens["adapter"]
         return (F.linear(h, A_h) + from_anchor).to(h.dtype)  # the core's residual stream is as precise as the state
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:

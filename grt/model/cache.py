@@ -11,8 +11,10 @@ from torch import Tensor
 
 from grt.config import ConfigError, at_least
 from grt.model.depth import DEEPEST
+from grt.model.sharing import SharedSteps
 
 if TYPE_CHECKING:
+    from grt.model.halting import Going
     from grt.model.recurrent import RecurrentDepthModel
 
 Where = tuple[str, int, int]  # section, block, step
@@ -57,6 +59,7 @@ class KVCache:
     A pass over new tokens is begin(), which the model calls, extend() by every attention, and, after the last pass of
     the prompt and after each later one, commit(). strategy: how the core's steps share (grt/model/sharing.py).
     depth: the most steps of the core (default R). prompt: the most tokens before the first commit (default: capacity).
+    readouts: the coda runs after every step, and keeps keys and values of each.
     Raises ConfigError where one of these sizes makes no sense for the model.
     """
 
@@ -69,6 +72,7 @@ class KVCache:
         strategy: str = "full",
         depth: int | None = None,
         prompt: int | None = None,
+        readouts: bool = False,
     ) -> None:
         config, weight = model.config, model.embed.tokens.weight
         layout = config.blocks
@@ -82,16 +86,19 @@ class KVCache:
         self.decoding = False
         self.real: Tensor | None = None  # (B, capacity): False where a row has padding
         self.visible: Tensor | None = None  # of the pass: (m, T) or (B, 1, m, T)
+        self.going: Going | None = None  # of the pass: who is still in the loop (grt/model/halting.py); None: all
+        self.ran: Tensor | None = None  # of the pass, (B, m): the steps that each token took; None: all that there were
         self.frozen = False
         self.index = torch.zeros(1, dtype=torch.long, device=self.device)  # frozen: where the token in progress goes
         self.place = torch.zeros(batch, 1, dtype=torch.long, device=self.device)  # frozen: its positions
         self.shown = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=self.device)  # frozen: what it sees
         self.one = self.index, self.shown  # these two while several tokens are in progress, which have their own
         # A tensor for each block: compiled code that writes into one must not have to copy the others.
-        self.outer = {
-            section: [self.room(2) for _ in range(n)] for section, n in (("prelude", layout.p), ("coda", layout.c))
-        }
+        outer = (("prelude", layout.p), ("coda", 0 if readouts else layout.c))
+        self.outer = {section: [self.room(2) for _ in range(n)] for section, n in outer}
         self.core: CoreStore = model.rule.store(self, layout.n, strategy)
+        self.readouts = SharedSteps(self, layout.c, "full") if readouts else None
+        self.by_step = [self.core] if self.readouts is None else [self.core, self.readouts]
 
     def _check_sizes(self, context: int, R: int) -> None:
         at_least("batch", self.batch, 1)
@@ -116,7 +123,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held now; in the prompt phase with the room for all of its steps."""
-        held = [*self.outer["prelude"], *self.outer["coda"], *self.core.tensors()]
+        held = [*self.outer["prelude"], *self.outer["coda"], *(x for store in self.by_step for x in store.tensors())]
         return sum(x.untyped_storage().nbytes() for x in held)
 
     # A pass
@@ -140,7 +147,8 @@ class KVCache:
             return self.place
         if torch.is_grad_enabled():
             raise ConfigError("a cache keeps no gradients: decode under torch.inference_mode() or torch.no_grad().")
-        self.core.end_pass()
+        self.end_pass()
+        self.going = self.ran = None
         needed, most = self.length + new, self.capacity if self.decoding else self.prompt
         if needed > most:
             what = "tokens" if self.decoding else "tokens of prompt"
@@ -172,27 +180,40 @@ class KVCache:
     def extend(self, where: Where, k: Tensor, v: Tensor) -> Seen:
         """Store what the new tokens computed (B, H, m, c) at (section, block, step)."""
         section, block, step = where
-        if section != "core":
+        by_step = self.core if section == "core" else self.readouts if section == "coda" else None
+        if by_step is None:
             return self.write(self.outer[section][block], k, v)
         self.check_steps(step + 1)
-        return self.core.extend(block, step, k, v)
+        return by_step.extend(block, step, k, v)
 
-    def write(self, store: Tensor, k: Tensor, v: Tensor) -> Seen:
-        """Into store (2, B, H, capacity, c), at the places of the new tokens."""
+    def write(self, store: Tensor, k: Tensor, v: Tensor, before: Tensor | None = None) -> Seen:
+        """Into store (2, B, H, capacity, c), at the places of the new tokens. Those that have left the loop keep what
+        is there, or take what is in `before`, another such store."""
         if self.frozen:
             store.index_copy_(3, self.index, torch.stack((k, v)))
-        else:
-            store[0, :, :, self.start : self.length], store[1, :, :, self.start : self.length] = k, v
+            return self.read(store)
+        here = slice(self.start, self.length)
+        for into, new, old in zip(store, (k, v), store if before is None else before, strict=True):
+            into[:, :, here] = new if self.going is None else self.going.put(new, old[:, :, here], tokens=2)
         return self.read(store)
 
     def read(self, store: Tensor) -> Seen:
         if self.frozen:
             return store[0], store[1], self.shown
-        return store[0, :, :, : self.length], store[1, :, :, : self.length], self.visible
+        keys, values, visible = store[0, :, :, : self.length], store[1, :, :, : self.length], self.visible
+        if self.going is None:
+            return keys, values, visible
+        if visible is not None and visible.dim() == 4:  # one of two dimensions is the same for every row
+            visible = self.going.take(visible)
+        return self.going.take(keys), self.going.take(values), visible
+
+    def end_pass(self) -> None:
+        for store in self.by_step:
+            store.end_pass()
 
     def commit(self) -> None:
         """End a pass: the first time, the prompt's, from where on steps share; then, the tokens that were decoded."""
-        self.core.end_pass()
+        self.end_pass()
         if not self.decoding:
             self.core.compress()
         self.decoding = True
@@ -203,17 +224,18 @@ class KVCache:
         """Forget the last `tokens` tokens of every row, as if they had never come."""
         if not 0 <= tokens <= self.length:
             raise ConfigError(f"{tokens} tokens cannot be taken back from {self.length}: take back fewer.")
-        self.core.end_pass()
+        self.end_pass()
         self.length, self.new = self.length - tokens, 0
         if self.frozen:
             self.freeze()
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes what row rows[i] was (beam search; a batch whose finished rows leave)."""
-        self.core.end_pass()
+        self.end_pass()
         self.batch, self.new = len(rows), 0
         self.outer = {name: [x.index_select(1, rows) for x in stores] for name, stores in self.outer.items()}
-        self.core.reorder(rows)
+        for store in self.by_step:
+            store.reorder(rows)
         if self.real is not None:
             self.real = self.real[rows]
         self.place, self.shown = self.place[rows], self.shown[rows]
@@ -224,7 +246,8 @@ class KVCache:
         self.length = self.new = 0
         self.decoding = self.frozen = False
         self.real = self.visible = None
-        self.core.clear()
+        for store in self.by_step:
+            store.clear()
 
     def freeze(self) -> None:
         """After the prompt: from now on one token at a time, each announced by `advance`, at places that tensors name

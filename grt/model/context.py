@@ -23,6 +23,7 @@ class LoopContext:
     low_rank: what is added to the linears of the block in progress, B A x.
     recompute: the loss computes its read-outs (coda, head) again in the backward pass instead of keeping them; taps
     in the coda are then called a second time, with the step as it was.
+    Where tokens leave the loop one by one (grt/model/halting.py), taps see those that go on.
     """
 
     taps: Mapping[str, Tap] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class LoopContext:
     section: str = ""  # prelude, core or coda
     block: int = 0  # index within the section
     carry: dict[str, Any] = field(default_factory=dict)  # a rule's own scratch
+    of_tokens: dict[str, Tensor] = field(default_factory=dict)  # the part of it that is each token's, (B, T, ...)
     aux: list[Tensor] = field(default_factory=list)  # auxiliary losses, already weighted
     norm: nn.Module | None = None  # the model's final norm, for a rule that also norms inside the loop
     low_rank: LowRank | None = None

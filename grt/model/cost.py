@@ -13,7 +13,7 @@ Conventions, each under its own name:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from grt.config import ModelConfig
 from grt.model.block import block_flops
@@ -55,6 +55,14 @@ def executed_flops(model: RecurrentDepthModel, steps: int, tokens: int) -> float
 
 def head_flops(config: ModelConfig) -> int:
     return 2 * config.d_model * config.vocab_size
+
+
+def halting_flops(model: RecurrentDepthModel, shares: Mapping[int, float], tokens: int, reads_out: bool) -> float:
+    """Per token where a share of the tokens takes each number of steps, head included; reads_out: coda and head after
+    every step. Scores are no matrix products, and left out. As decoding runs it: a text read at once saves nothing."""
+    readout = model.config.blocks.c * block_flops(model.config.d_model, tokens) + head_flops(model.config)
+    one = {k: executed_flops(model, k, tokens) + head_flops(model.config) for k in shares}
+    return math.fsum(share * (one[k] + readout * (k - 1) * reads_out) for k, share in shares.items())
 
 
 def training_forward_flops(model: RecurrentDepthModel, steps: int, tokens: int) -> float:

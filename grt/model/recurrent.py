@@ -88,8 +88,19 @@ class RecurrentDepthModel(nn.Module):
                 # Truncated back-propagation (torch.no_grad would break DDP and the compiler), at each of the early
                 # steps, so that no more than one of them is kept.
                 h = h.detach()
-            h = self.rule.step(h, h_pre, self.core, ctx)
+            h = self._step(h, h_pre, ctx)
             yield h
+
+    def _step(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
+        """One step of the tokens that go on: of all of them, unless some have left (grt/model/halting.py)."""
+        going = None if ctx.cache is None else ctx.cache.going
+        if going is None:
+            return self.rule.step(h, h_pre, self.core, ctx)
+        everyone = ctx.of_tokens
+        ctx.of_tokens = {name: going.take(x) for name, x in everyone.items()}
+        new = self.rule.step(going.take(h), going.take(h_pre), self.core, ctx)
+        ctx.of_tokens = everyone
+        return going.put(new, h)
 
     def logits(self, h: Tensor, ctx: LoopContext, last: bool = False) -> Tensor:
         """Read a state out: coda, final norm, tied head. (B, T, d) -> (B, T, V), the true vocabulary in any case;

@@ -40,6 +40,8 @@ class UpdateRule(nn.Module):
     extrapolates = True  # may run deeper than R
     block: type[Block] = Block  # what prelude, core and coda are made of
     reads_out_often = False  # the loss reads out more than one state
+    halts = True  # a token may leave after any step (grt/model/exit.py)
+    learned_exit = False  # it has probabilities for that
     routing: str | None = None  # who goes on outside of training, where a router decides: threshold or topk
     weights_depend_on: tuple[str, ...] = ()  # fields of the config: under other values the weights mean something else
     second_stage: tuple[str, ...] = ()  # parameters (first parts of their names) that a second stage trains alone
@@ -89,6 +91,10 @@ class UpdateRule(nn.Module):
     def evaluation(self, losses: Mapping[int, Tensor], ctx: LoopContext) -> dict[str, Tensor]:
         """Further numbers of one evaluated batch, each (B, T) and averaged over tokens; losses: depth -> (B, T)."""
         return {}
+
+    def exit_probability(self, ctx: LoopContext) -> Tensor:
+        """(B, T), given that a token is still there: that it leaves after the step just run; with learned_exit."""
+        raise NotImplementedError
 
     # What it costs: grt/model/cost.py adds prelude, coda and head.
 

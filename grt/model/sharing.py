@@ -75,13 +75,24 @@ class SharedSteps:
             store = self.slots[block][0]
             return cache.write(store, k, v) if step == 0 else cache.read(store)
         if self.prompt is not None:
-            return cache.write(self.prompt[:, block, step], k, v)
+            return cache.write(self.prompt[:, block, step], k, v, self.prompt[:, block, max(step - 1, 0)])
         if self.first:
             return self._extend_first(block, step, k, v)
         if self.sums:
-            new = torch.stack((k, v))
-            self.sums[block].copy_(new if step == 0 else self.sums[block] + new)
-        return cache.write(self.slots[block][self.slot(step)], k, v)
+            self._add(self.sums[block], torch.stack((k, v)), step)
+        slot = self.slot(step)
+        # A token that has left takes its keys along, from step to step; a slot of an earlier step has some already.
+        before = self.slots[block][step - 1] if 0 < step == slot else None
+        return cache.write(self.slots[block][slot], k, v, before)
+
+    def _add(self, sums: Tensor, new: Tensor, step: int) -> None:
+        """new (2, B, H, 1, c) to the sums of the rows that go on."""
+        going = self.cache.going
+        for total, x in zip(sums, new, strict=True):
+            if going is None:
+                total.copy_(x if step == 0 else total + x)
+            else:
+                total.copy_(going.put(going.take(total) + x, total, tokens=2))
 
     def _extend_first(self, block: int, step: int, k: Tensor, v: Tensor) -> "Seen":
         """One token borrows its own place for K_r until end_pass() puts K_1 back; several have their K_r appended."""
@@ -105,7 +116,7 @@ class SharedSteps:
             return
         cache, ran, self.executed = self.cache, self.executed, 0
         here = slice(cache.start, cache.length)
-        self.ran[:, here] = ran
+        self.ran[:, here] = ran if cache.ran is None else cache.ran
         # A token that asks for more steps than these ran reads their deepest.
         if self.prompt is not None:
             if ran < self.cache.depth:
@@ -114,7 +125,7 @@ class SharedSteps:
         self.pause()
         for block, slots in enumerate(self.slots):
             if self.sums:
-                slots[0][..., here, :] = self.sums[block] / ran
+                slots[0][..., here, :] = self.sums[block] / self.ran[:, None, here, None]
             for slot in slots[ran:]:
                 slot[..., here, :] = slots[ran - 1][..., here, :]
 
