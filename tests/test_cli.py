@@ -17,6 +17,7 @@ import torch
 
 from grt import cli
 from grt.commands.bench import BENCHES
+from grt.commands.paper import ACTIONS
 from grt.commands.train import Train
 from grt.config import ConfigError, RunConfig, config_hash, dump, load
 from grt.data.prepare import load_prepared
@@ -831,7 +832,10 @@ def help_of(capsys, *arguments: str) -> str:
     return out
 
 
-@pytest.mark.parametrize("name", [*(c for c in cli.COMMANDS if c != "bench"), *(f"bench {b}" for b in BENCHES)])
+PARTS = {"bench": BENCHES, "paper": ACTIONS}  # commands that have commands
+
+
+@pytest.mark.parametrize("name", [f"{c} {part}".strip() for c in cli.COMMANDS for part in PARTS.get(c, [""])])
 def test_help_names_every_option(capsys, name):
     out = help_of(capsys, *name.split())
     assert out.startswith(f"usage: grt {name}")
