@@ -94,8 +94,10 @@ class Passes:
         tick()
         return token
 
-    def medians(self) -> dict[str, float]:
-        return {name: statistics.median(values) for name, values in self.seconds.items()}
+    def means(self) -> dict[str, float]:
+        """Not medians: on a busy machine most of the long passes are interrupted and few of the short ones are, of
+        which medians would show all or nothing."""
+        return {name: statistics.fmean(values) for name, values in self.seconds.items()}
 
 
 def bench_speculative(
@@ -155,7 +157,7 @@ def measure(
     times = alternate([plain, drafted, timed_passes], new, len(prompts))
     tally = sum(drafted.tallies, Tally())
     drafts = tally.drafted / tally.verifications
-    passes = timed_passes.medians()
+    passes = timed_passes.means()
     per_cycle = drafts * passes["draft"] + passes["last"] + passes["verify"]
     assert tally.acceptance is not None
     add_ratio(report, f"ms per token, plain / {name}", times["plain"], times[name])
