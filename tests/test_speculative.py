@@ -186,7 +186,7 @@ class Tables:
                 deep, shallow = model(ids)[:, -1], model(ids, Depth(1))[:, -1]
             self.deep |= dict(zip(texts, deep, strict=True))
             self.shallow |= dict(zip(texts, shallow, strict=True))
-        self.depth, self.cache = Depth(1), self
+        self.depth, self.full, self.cache = Depth(1), model.full_depth, self
         self.restart()
 
     def restart(self) -> None:

@@ -174,9 +174,9 @@ def test_logprobs_are_those_of_the_forward_pass(tiny, crop):
     model = tiny()
     drawn = [row[0] for row in Stream(model, [[3, 1]], sampling=DRAWN, max_new_tokens=9, crop=crop)]
     with torch.inference_mode():
-        want = model(torch.tensor([[3, 1] + [token for token, _ in drawn]]))[0, 1:-1].log_softmax(-1)
-    for i, (token, logprob) in enumerate(drawn):
-        assert logprob == pytest.approx(want[i, token].item(), abs=1e-5)
+        want = model(torch.tensor([[3, 1] + [row.token for row in drawn]]))[0, 1:-1].log_softmax(-1)
+    for i, row in enumerate(drawn):
+        assert row.logprob == pytest.approx(want[i, row.token].item(), abs=1e-5)
 
 
 def test_a_batch_ends_behind_its_longest_prompt(tiny):
