@@ -143,7 +143,7 @@ def test_json_is_the_only_thing_on_stdout():
 def test_ctrl_c_leaves_130_without_traceback():
     code = (
         "import signal, sys, time; from grt import cli; from grt.commands import info\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell ignores it for what runs in its background
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell ignores it in its background
         "info.run_info = lambda _: print('go', flush=True) or time.sleep(50)\n"
         "sys.exit(cli.main(['info']))"
     )
