@@ -33,7 +33,9 @@ def calibration_report(
     model.check_depth(steps, least=1)
     check_target(mean_depth, loss_increase, steps)
     folder = home_of(checkpoint) if out is None else out
-    if not os.access(folder, os.W_OK):
+    if out is not None and not out.is_file():
+        out.mkdir(parents=True, exist_ok=True)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{folder} cannot be written: give --out a folder that can.")
     kept = read_exits(folder)
     split = known_text(run, checkpoint, config, data)

@@ -146,8 +146,10 @@ def test_a_threshold_is_kept_with_the_run(document, refused, run, tmp_path):
     assert report["exit"]["loss"] == pytest.approx(found["loss"], rel=1e-6)
     assert report["exit"]["mean_depth"] == pytest.approx(found["mean_depth"]) and report["exit"]["reads_out"]
     assert sum(report["exit"]["depth_shares"].values()) == pytest.approx(1)
-    elsewhere = document("calibrate", run, "--exit", "top1", "--mean-depth", "2", "--windows", "4", "--out", tmp_path)
-    assert elsewhere["kept"] == str(tmp_path / "exits.json") and "top1" not in json.loads(
+    elsewhere = document(
+        "calibrate", run, "--exit", "top1", "--mean-depth", "2", "--windows", "4", "--out", tmp_path / "new"
+    )
+    assert elsewhere["kept"] == str(tmp_path / "new" / "exits.json") and "top1" not in json.loads(
         (run / "exits.json").read_text()
     )
     assert "exit top1 has no threshold" in refused("generate", run, "--exit", "top1")
@@ -182,6 +184,17 @@ def test_each_mistake_has_its_sentence(refused, run, tmp_path):
         ("--loss-increase is -1: it must be", "calibrate", "--exit", "kl", "--loss-increase", "-1"),
         ("windows is 0", "calibrate", "--exit", "kl", "--mean-depth", "2", "--windows", "0"),
         ("missing: --exit POLICY", "calibrate"),
+        (
+            "cannot be written: give --out",
+            "calibrate",
+            "--exit",
+            "kl",
+            "--mean-depth",
+            "2",
+            "--out",
+            run / "config.json",
+        ),
+        ("leave exit or drafts out", "generate", "--exit", "kl:1", "--speculative"),
         ("kv full: leave --kv out", "eval", "--exit", "kl:1", "--kv", "mean"),
         ("budget is 9: it must lie between 1 and the 3 steps", "eval", "--budget", "9"),
         ("leave crop and compile out", "generate", "--exit", "kl:1", "--crop"),

@@ -31,7 +31,7 @@ class Calibrate:
     batch_size: int = 16
     """Windows at a time."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Write exits.json there, and not into the run's folder (which is where it is looked for)."""
+    """Write exits.json there (a folder, made if need be), not into the run's, which is where it is looked for."""
     device: Device = "auto"
     """Where to compute."""
     json: bool = False

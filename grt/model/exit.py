@@ -10,8 +10,9 @@ its logits after step r (p_0 uniform):
     top1:N      steps in a row, this one included, whose likeliest token is the same; leaves at N
     q:Q         lambda_1 + ... up to r of a learned exit distribution; leaves at Q   (Ouro, arXiv 2510.25741)
 
-Nobody leaves before step 1 or stays after the last one. A budget B is a policy of a sequence: it caps each generated
-token at what keeps the mean depth of those so far within B. What becomes of a token that has left: halting.py.
+kl's first score is largest for tokens that are certain, so that it is of use from step 2 on. Nobody leaves before step
+1 or stays after the last one. A budget B is a policy of a sequence: it caps each generated token at what keeps the mean
+depth of those so far within B. What becomes of a token that has left: halting.py.
 
 Shapes: B batch, T tokens, d width, V vocabulary.
 """
