@@ -36,8 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "paper": BASE | SIBLINGS | {"eval_report", "fields"},
     "options": {"config", "presets"},
     "eval_report": BASE | SIBLINGS,
+    "task_report": BASE | SIBLINGS,
     "report": BASE | SIBLINGS | {"paper", "eval_report"},
-    "commands": BASE | SIBLINGS | {"paper", "eval_report", "report", "options"},
+    "commands": BASE | SIBLINGS | {"paper", "eval_report", "task_report", "report", "options"},
     "cli": {"config", "commands", "__init__"},
     "__main__": {"cli"},
     "__init__": BASE | SIBLINGS | {"paper", "cli"},
@@ -54,6 +55,7 @@ HOMES = {
     "datasets": ("grt/data/remote.py",),
     "pyarrow": ("grt/data/formats.py",),
     "transformers": ("grt/hf/", "grt/bench/peers.py"),
+    "lm_eval": ("grt/evals/benchmarks.py", "grt/evals/harness.py"),
 }
 
 Check = Callable[[str, str], list[str]]
@@ -243,6 +245,7 @@ WRONG: list[tuple[Check, str, str]] = [
     (check_homes, "grt/analysis.py", "import matplotlib"),
     (check_homes, "grt/data/loader.py", "def f():\n    import datasets"),
     (check_homes, "grt/bench/training.py", "def f():\n    import transformers"),
+    (check_homes, "grt/task_report.py", "from lm_eval.evaluator import evaluate"),
     (check_size, "grt/config.py", "x = 1\n" * 301),
     (check_size, "grt/config.py", '"""Long: because."""\n' + "x = 1\n" * 300),
     (check_size, "grt/config.py", "# Long: a comment is not the docstring\n" + "x = 1\n" * 300),
