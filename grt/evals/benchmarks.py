@@ -45,7 +45,7 @@ def load_tasks(names: list[str], data_dir: Path | None, scratch: Path) -> dict[s
 
 
 def _load(name: str, path: Path, data_dir: Path | None, scratch: Path) -> Task:
-    changes: dict[str, Any] = {"include": str(path), "task": name, "num_fewshot": 0}
+    changes: dict[str, Any] = {"include": str(path), "task": name, "num_fewshot": 0, "fewshot_split": None}
     where = "its data on the hub (without a network: --data-dir, a folder with NAME.jsonl for each task)"
     if data_dir is not None:
         data = data_dir / f"{name}.jsonl"
