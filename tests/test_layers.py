@@ -37,9 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": {"config", "presets"},
     "exits": BASE | SIBLINGS,
     "eval_report": BASE | SIBLINGS | {"exits"},
+    "task_report": BASE | SIBLINGS,
     "calibration": BASE | SIBLINGS | {"exits", "eval_report"},
     "report": BASE | SIBLINGS | {"paper", "eval_report", "exits"},
-    "commands": BASE | SIBLINGS | {"paper", "eval_report", "exits", "calibration", "report", "options"},
+    "commands": BASE | SIBLINGS | {"paper", "eval_report", "exits", "calibration", "task_report", "report", "options"},
     "cli": {"config", "commands", "__init__"},
     "__main__": {"cli"},
     "__init__": BASE | SIBLINGS | {"paper", "cli"},
@@ -56,6 +57,7 @@ HOMES = {
     "datasets": ("grt/data/remote.py",),
     "pyarrow": ("grt/data/formats.py",),
     "transformers": ("grt/hf/", "grt/bench/peers.py"),
+    "lm_eval": ("grt/evals/benchmarks.py", "grt/evals/harness.py"),
 }
 
 Check = Callable[[str, str], list[str]]
@@ -245,6 +247,7 @@ WRONG: list[tuple[Check, str, str]] = [
     (check_homes, "grt/analysis.py", "import matplotlib"),
     (check_homes, "grt/data/loader.py", "def f():\n    import datasets"),
     (check_homes, "grt/bench/training.py", "def f():\n    import transformers"),
+    (check_homes, "grt/task_report.py", "from lm_eval.evaluator import evaluate"),
     (check_size, "grt/config.py", "x = 1\n" * 301),
     (check_size, "grt/config.py", '"""Long: because."""\n' + "x = 1\n" * 300),
     (check_size, "grt/config.py", "# Long: a comment is not the docstring\n" + "x = 1\n" * 300),

@@ -21,27 +21,38 @@ from grt.model.recurrent import RecurrentDepthModel, last_of
 
 
 @torch.inference_mode()
-def forced_log_probs(
-    model: RecurrentDepthModel, prompt: Tensor, text: Tensor, strategy: str, repeat: int = 1, steps: int | None = None
-) -> Tensor:
-    """Log-probabilities (B, M) of text (B, M) after prompt (B / repeat, P), each of whose rows `repeat` texts share;
-    steps: passes through the core (default R)."""
+def forced_logits(
+    model: RecurrentDepthModel, prompt: Tensor, text: Tensor, strategy: str, repeat: int = 1, steps: int | None = None,
+    real: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Logits (B, M, V) that predict text (B, M) after prompt (B / repeat, P), each of whose rows `repeat` texts share;
+    steps: passes through the core (default R); real (B / repeat, P): False where a prompt has padding, which comes
+    first."""
     P, M = prompt.shape[1], text.shape[1]
     depth = model.full_depth if steps is None else Depth(steps)
     cache = KVCache(model, len(prompt), P + M - 1, strategy=strategy, prompt=P, depth=max(depth.steps, 1))
-    logits = [_pass(model, prompt, cache, depth)[:, -1:].repeat_interleave(repeat, 0)]
+    logits = [_pass(model, prompt, cache, depth, real)[:, -1:].repeat_interleave(repeat, 0)]
     cache.commit()
     cache.reorder(torch.arange(len(prompt), device=prompt.device).repeat_interleave(repeat))
     for piece in text[:, :-1].split(1 if cache.core.sequential else max(M - 1, 1), dim=1):
         if piece.shape[1]:
             logits.append(_pass(model, piece, cache, depth))
             cache.commit()
-    log_probs = torch.cat(logits, 1).float().log_softmax(-1)
+    return torch.cat(logits, 1)
+
+
+def forced_log_probs(
+    model: RecurrentDepthModel, prompt: Tensor, text: Tensor, strategy: str, repeat: int = 1, steps: int | None = None
+) -> Tensor:
+    """Log-probabilities (B, M) of text (B, M); arguments as in `forced_logits`."""
+    log_probs = forced_logits(model, prompt, text, strategy, repeat, steps).float().log_softmax(-1)
     return log_probs.gather(-1, text[..., None]).squeeze(-1)
 
 
-def _pass(model: RecurrentDepthModel, ids: Tensor, cache: KVCache, depth: Depth) -> Tensor:
-    ctx = LoopContext(cache=cache)
+def _pass(
+    model: RecurrentDepthModel, ids: Tensor, cache: KVCache, depth: Depth, real: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    ctx = LoopContext(cache=cache, real=real)
     return model.logits(last_of(model.states(ids, ctx, depth)), ctx)
 
 

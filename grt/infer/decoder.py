@@ -15,7 +15,7 @@ from torch import Tensor
 from grt.config import ConfigError
 from grt.infer.onerow import OPTIONS, OneRow
 from grt.model.cache import KVCache
-from grt.model.context import LoopContext
+from grt.model.context import LoopContext, left_padded
 from grt.model.depth import Depth
 from grt.model.recurrent import RecurrentDepthModel, last_of
 
@@ -30,15 +30,6 @@ def check_prompts(model: RecurrentDepthModel, prompts: Sequence[Sequence[int]]) 
     least, most, V = min(map(min, prompts)), max(map(max, prompts)), model.config.vocab_size
     if least < 0 or most >= V:
         raise ConfigError(f"id {least if least < 0 else most} of a prompt is not below {V}: use the model's tokenizer.")
-
-
-def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Ids (B, T) of rows that end together, and (B, T): False where a row has padding (None: nowhere)."""
-    longest = max(map(len, rows))
-    pads = [longest - len(row) for row in rows]
-    ids = torch.tensor([[0] * pad + list(row) for pad, row in zip(pads, rows, strict=True)], device=device)
-    real = torch.arange(longest, device=device) >= torch.tensor(pads, device=device)[:, None]
-    return ids, real if any(pads) else None
 
 
 class Decoder:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grt.infer.decoder import check_prompts, left_padded
-from grt.model.context import LoopContext
+from grt.infer.decoder import check_prompts
+from grt.model.context import LoopContext, left_padded
 from grt.model.depth import Depth
 from grt.model.recurrent import RecurrentDepthModel, last_of
 

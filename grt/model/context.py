@@ -1,9 +1,10 @@
 """LoopContext: what one pass through the model carries along beside the state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -48,3 +49,12 @@ class LoopContext:
             return x
         changed = function(x, self)
         return x if changed is None else changed
+
+
+def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Ids (B, T) of rows that end together, and (B, T): False where a row has padding (None: nowhere)."""
+    longest = max(map(len, rows))
+    pads = [longest - len(row) for row in rows]
+    ids = torch.tensor([[0] * pad + list(row) for pad, row in zip(pads, rows, strict=True)], device=device)
+    real = torch.arange(longest, device=device) >= torch.tensor(pads, device=device)[:, None]
+    return ids, real if any(pads) else None

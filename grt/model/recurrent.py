@@ -106,7 +106,11 @@ class RecurrentDepthModel(nn.Module):
         """Read a state out: coda, final norm, tied head. (B, T, d) -> (B, T, V), the true vocabulary in any case;
         last: of the last position only, (B, 1, V)."""
         z = self.coda(h, ctx)
-        logits = F.linear(self.ln_f(z[:, -1:] if last else z), self.embed.tokens.weight)
+        return self.head(z[:, -1:] if last else z)
+
+    def head(self, z: Tensor) -> Tensor:
+        """What follows the coda, of each token by itself: (..., d) -> (..., V)."""
+        logits = F.linear(self.ln_f(z), self.embed.tokens.weight)
         return logits[..., : self.config.vocab_size] if self.config.n_padding else logits
 
     def forward(self, ids: Tensor, depth: Depth | None = None, ctx: LoopContext | None = None) -> Tensor:
