@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from grt.config import ConfigError
+from grt.model.sharing import longer
 
 if TYPE_CHECKING:
     from grt.model.recurrent import RecurrentDepthModel
@@ -43,6 +45,10 @@ class CoreStore(Protocol):
         """The prompt is complete: from here on steps share."""
 
     def reorder(self, rows: Tensor) -> None: ...
+
+    def grow(self, tokens: int) -> None:
+        """Room for this many more."""
+        ...
 
     def clear(self) -> None: ...
 
@@ -190,6 +196,16 @@ class KVCache:
         if self.real is not None:
             self.real = self.real[rows]
         self.place, self.shown = self.place[rows], self.shown[rows]
+
+    def grow(self, capacity: int) -> None:
+        """Room for more tokens, up to model.context; what is held moves to larger tensors. Not when frozen."""
+        more = capacity - self.capacity
+        self.capacity, self.prompt = capacity, self.prompt + more
+        self.outer = {name: [longer(x, more) for x in stores] for name, stores in self.outer.items()}
+        self.core.grow(more)
+        self.shown = F.pad(self.shown, (0, more))
+        if self.real is not None:
+            self.real = F.pad(self.real, (0, more), value=True)
 
     def clear(self) -> None:
         """Empty, for the next prompt, with everything where it was."""
