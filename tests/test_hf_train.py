@@ -5,7 +5,9 @@ import torch
 
 from grt.methods import METHODS
 
-transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
+pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
+
+from transformers import Trainer, TrainingArguments
 
 from grt.hf import GRTForCausalLM
 
@@ -56,11 +58,12 @@ def test_trainer_counts_tokens_and_not_batches(quiet, tmp_path):
     start, norms, after = {k: v.clone() for k, v in quiet.state_dict().items()}, [], []
     for batch, accumulation in ((4, 1), (1, 4)):
         quiet.load_state_dict(start)
-        options = transformers.TrainingArguments(
+        options = TrainingArguments(
             str(tmp_path), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=1,
-            learning_rate=1e-1, optim="sgd", logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+            learning_rate=1e-1, optim="sgd", logging_steps=1, save_strategy="no", report_to=[],
+            use_cpu=True, disable_tqdm=True,
         )  # fmt: skip
-        trainer = transformers.Trainer(quiet, options, train_dataset=data)
+        trainer = Trainer(quiet, options, train_dataset=data)
         trainer.train()
         norms.append(next(row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row))
         after.append({k: v.clone() for k, v in quiet.state_dict().items()})

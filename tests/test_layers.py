@@ -36,8 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "paper": BASE | SIBLINGS | {"eval_report", "fields"},
     "options": {"config", "presets"},
     "eval_report": BASE | SIBLINGS,
+    "exchange": BASE | SIBLINGS,
     "report": BASE | SIBLINGS | {"paper", "eval_report"},
-    "commands": BASE | SIBLINGS | {"paper", "eval_report", "report", "options"},
+    "commands": BASE | SIBLINGS | {"paper", "eval_report", "report", "exchange", "options"},
     "cli": {"config", "commands", "__init__"},
     "__main__": {"cli"},
     "__init__": BASE | SIBLINGS | {"paper", "cli"},
@@ -54,6 +55,7 @@ HOMES = {
     "datasets": ("grt/data/remote.py",),
     "pyarrow": ("grt/data/formats.py",),
     "transformers": ("grt/hf/", "grt/bench/peers.py"),
+    "onnxruntime": ("grt/hf/onnx.py",),
 }
 
 Check = Callable[[str, str], list[str]]
