@@ -33,7 +33,7 @@ def model_card(config: RunConfig, parameters: int, environment: dict[str, Any], 
         "seed": str(config.train.seed),
     }  # fmt: skip
     if "imported_from" in environment:  # it was not trained here
-        rows = {k: v for k, v in rows.items() if k not in ("text", "training", "optimizer")}
+        rows = {k: v for k, v in rows.items() if k not in ("text", "training", "optimizer", "seed")}
         rows["weights"] = f"imported from `{environment['imported_from']}`"
     lines = [
         "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- depth-recurrent", "---", "",
@@ -43,9 +43,10 @@ def model_card(config: RunConfig, parameters: int, environment: dict[str, Any], 
         "A spelled end-of-text is text; no token is added around a prompt.", "",
         "## Recipe", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()), "",
     ]  # fmt: skip
-    if command := environment.get("command"):
-        where = ", ".join(str(environment[key]) for key in ("commit", "cpu", "gpu", "dtype") if environment.get(key))
-        lines += ["```", command, "```", "", f"on {where}, torch {environment.get('torch', 'unknown')}.", ""]
+    if "command" in environment:
+        facts = {key: environment.get(key) for key in ("commit", "cpu", "gpu", "dtype", "torch")}
+        where = "; ".join(f"{key} {value}" for key, value in facts.items() if value)
+        lines += ["```", environment["command"], "```", "", *([where, ""] if where else [])]
     return "\n".join([*lines, "## Results", "", *results(evaluation), ""])
 
 
