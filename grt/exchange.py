@@ -102,9 +102,10 @@ class Recurrent:
                 f"{'no core' if blocks.is_dense else 'a core'}, but GPT-2 has {n_layers} layers: give a layout p+nxR+c "
                 f"with p + n R + c = {n_layers}."
             )
-        svd = self.tying == "svd-lora"
-        shape = {"layout": self.layout, "method": "rrt" if svd else self.method}
-        return ModelConfig(**to_dict(dense) | shape | ({"lora_rank": self.lora_rank} if svd else {}))
+        fields: dict[str, Any] = to_dict(dense) | {"layout": self.layout, "method": self.method}
+        if self.tying == "svd-lora":
+            fields |= {"method": "rrt", "lora_rank": self.lora_rank}
+        return ModelConfig(**fields)
 
     @property
     def how(self) -> str:

@@ -66,6 +66,9 @@ def test_depth_is_an_argument_and_a_number_of_layers(tiny, ids, method, layout):
     assert hf.config.num_steps == 3
     with pytest.raises(ConfigError, match="depth is 0: give at least 1"):
         hf(ids, num_steps=0)
+    if model.rule.extrapolates:
+        with pytest.warns(UserWarning, match="depth 5 is beyond the 3 steps"), torch.no_grad():
+            assert torch.allclose(hf(ids, num_steps=5).logits, model(ids, Depth(5)), atol=1e-12)  # with a cache
 
 
 def test_attentions_of_every_execution(tiny, ids):
@@ -196,7 +199,7 @@ def test_a_missing_tensor_is_made_anew_alone(tiny, tmp_path, missing):
         ),
         ({"input_ids": torch.zeros(2, 13, dtype=torch.long)}, "13 tokens are more than the model's context of 12"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
 def test_bad_inputs_are_one_clear_sentence(tiny, ids, inputs, message):
     from transformers import DynamicCache

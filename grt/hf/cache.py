@@ -17,13 +17,15 @@ SMALLEST = 64  # tokens that a growing cache starts with; it doubles
 
 
 class GRTCache(Cache):
-    """For the depth and the sharing that `config` has now. max_cache_len: all the tokens there will ever be room for
-    (static); None: it grows up to the model's context. Raises ConfigError (a ValueError) where it is full."""
+    """For the sharing that `config` has now, and steps up to num_steps (default: the config's). max_cache_len: all the
+    tokens there will ever be room for (static); None: it grows up to the model's context. Raises ConfigError (a
+    ValueError) where it is full."""
 
-    def __init__(self, config: GRTConfig, max_cache_len: int | None = None) -> None:
+    def __init__(self, config: GRTConfig, max_cache_len: int | None = None, num_steps: int | None = None) -> None:
         super().__init__(layers=[])
-        self.kv, self.num_steps, self.context = config.kv, config.num_steps, config.recurrent.context
-        self.n_slots = config.num_hidden_layers
+        self.num_steps = config.num_steps if num_steps is None else num_steps
+        self.kv, self.context = config.kv, config.recurrent.context
+        self.n_slots = config.blocks.n_executions(self.num_steps)
         self.fixed_room = max_cache_len
         self.in_prompt = False  # more of the prompt may come, even one token
         self.store: KVCache | None = None  # made by the first pass, which knows how many rows there are

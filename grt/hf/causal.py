@@ -39,7 +39,8 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, model: RecurrentDepthModel, **fields: Any) -> "GRTForCausalLM":
         """With the weights of a grt model, in evaluation mode, on the CPU; fields: of GRTConfig."""
-        ours = cls(GRTConfig(**to_dict(model.config), **fields)).to(model.embed.tokens.weight.dtype)
+        ours = cls(GRTConfig(**to_dict(model.config), **fields))
+        nn.Module.to(ours, model.embed.tokens.weight.dtype)
         ours.model.recurrent.load_state_dict(model.state_dict())
         return ours.eval()
 
@@ -89,7 +90,7 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
     # Generation
 
     @torch.no_grad()
-    def generate(
+    def generate(  # type: ignore[override]
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
     ) -> Any:
         """As transformers has it; also num_steps, passes through the core, and kv, how these share keys and values:
@@ -99,8 +100,9 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
             for name, value in chosen.items():
                 inherited = getattr(generation_config or self.generation_config, name, None)
                 chosen[name] = inherited if value is None else value
+        plain: Any = super()
         with self._with(chosen):
-            return super().generate(inputs, generation_config, **kwargs)
+            return plain.generate(inputs, generation_config, **kwargs)
 
     @contextmanager
     def _with(self, options: dict[str, Any]) -> Iterator[None]:
@@ -117,7 +119,7 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
             for name, value in before.items():
                 setattr(self.config, name, value)
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -140,11 +142,14 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
         room = max(max_cache_length, generation_config.max_cache_len or 0) if how == STATIC else None
         model_kwargs[CACHE] = GRTCache(self.config, room)
 
-    def _prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Any, **kwargs: Any) -> Any:
-        cache = model_kwargs.get(CACHE)
-        if not isinstance(cache, GRTCache):
-            return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
-        cache.in_prompt = True
-        output = super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
-        cache.commit()
+    def _prefill(  # type: ignore[override]
+        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """The whole prompt, in however many pieces."""
+        cache, plain = model_kwargs.get(CACHE), super()
+        if isinstance(cache, GRTCache):
+            cache.in_prompt = True
+        output = plain._prefill(input_ids, generation_config, model_kwargs, **kwargs)  # type: ignore[attr-defined]
+        if isinstance(cache, GRTCache):
+            cache.commit()
         return output

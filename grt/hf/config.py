@@ -14,7 +14,7 @@ FIELDS = {field.name: field.default for field in fields(ModelConfig) if field.na
 class GRTConfig(PreTrainedConfig):
     """All fields of grt.config.ModelConfig, and
 
-    num_steps: passes through the core (default R). kv: how the core's steps share keys and values (full, first, last,
+    num_steps: passes through the core (0: R). kv: how the core's steps share keys and values (full, first, last,
     mean, mod:K, first:all). Both can also be given to `generate`, or stand in a generation_config.
 
     num_hidden_layers is what a pass executes, p + n num_steps + c; to set it is to set num_steps. Raises ConfigError (a
@@ -25,7 +25,7 @@ class GRTConfig(PreTrainedConfig):
     attribute_map = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "max_position_embeddings": "context"}
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
-    num_steps: int | None = None
+    num_steps: int = 0
     kv: str = "full"
     use_cache: bool = True
     tie_word_embeddings: bool = True
@@ -37,8 +37,7 @@ class GRTConfig(PreTrainedConfig):
         kwargs.pop("vocab_multiple", None)
         super().__post_init__(**kwargs)
         self.layout = self.recurrent.layout
-        if self.num_steps is None:
-            self.num_steps = self.blocks.R
+        self.num_steps = self.num_steps or self.blocks.R
 
     @property
     def recurrent(self) -> ModelConfig:

@@ -25,7 +25,7 @@ from grt.model.recurrent import RecurrentDepthModel
 logger = logging.get_logger(__name__)
 
 # What transformers calls a cache: "cache" since 5.2x, "past_key_values" before.
-_GENERATION_INPUTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+_GENERATION_INPUTS = inspect.signature(vars(GenerationMixin)["prepare_inputs_for_generation"]).parameters
 CACHE = "cache" if "cache" in _GENERATION_INPUTS else "past_key_values"
 
 
@@ -101,11 +101,11 @@ class GRTModel(GRTPreTrainedModel):
         """
         steps = self.config.num_steps if num_steps is None else num_steps
         self.loop.check_depth(steps, least=1)
-        cache = self._cache(past_key_values if cache is None else cache, use_cache)
+        cache = self._cache(past_key_values if cache is None else cache, use_cache, steps)
         past = 0 if cache is None else cache.get_seq_length()
         ids, mask = checked(input_ids, attention_mask, past, others)
-        states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        states = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+        attentions = bool(self.config.output_attentions if output_attentions is None else output_attentions)
         size = 1 if cache is not None and cache.one_at_a_time else ids.shape[1]
         if attentions and size < ids.shape[1]:
             raise ConfigError(f"kv {self.config.kv} decodes these tokens one by one: leave output_attentions out.")
@@ -116,7 +116,7 @@ class GRTModel(GRTPreTrainedModel):
         output = joined(outputs)
         return output.to_tuple() if return_dict is False else output
 
-    def _cache(self, cache: GRTCache | None, use_cache: bool | None) -> GRTCache | None:
+    def _cache(self, cache: GRTCache | None, use_cache: bool | None, steps: int) -> GRTCache | None:
         """The cache of this pass, a new one where one is wanted; none where gradients are, which no cache keeps."""
         if cache is not None and not isinstance(cache, GRTCache):
             raise ConfigError(
@@ -129,7 +129,7 @@ class GRTModel(GRTPreTrainedModel):
             if use_cache:
                 logger.warning_once("`use_cache=True` keeps no gradients and is ignored: use torch.no_grad() with it.")
             return None
-        return GRTCache(self.config)
+        return GRTCache(self.config, num_steps=steps)
 
     def _pass(
         self, ids: Tensor, real: Tensor | None, cache: GRTCache | None, depth: Depth, states: bool, attentions: bool
@@ -155,7 +155,7 @@ class GRTModel(GRTPreTrainedModel):
             last_hidden_state=self.loop.ln_f(self.loop.coda(h, ctx)),
             hidden_states=tuple(h_s) or None,
             attentions=tuple(weights) or None,
-            router_loss=sum(ctx.aux) if ctx.aux else None,
+            router_loss=torch.stack(ctx.aux).sum() if ctx.aux else None,
             **{CACHE: cache},
         )
 
@@ -164,9 +164,9 @@ def joined(outputs: list[GRTOutput]) -> GRTOutput:
     """Of passes over one token each."""
     first = outputs[0]
     if len(outputs) > 1:
-        first["last_hidden_state"] = torch.cat([output.last_hidden_state for output in outputs], 1)
+        first["last_hidden_state"] = torch.cat([output["last_hidden_state"] for output in outputs], 1)
         if first.hidden_states is not None:
-            each = zip(*(output.hidden_states for output in outputs), strict=True)
+            each = zip(*(output["hidden_states"] for output in outputs), strict=True)
             first["hidden_states"] = tuple(torch.cat(states, 1) for states in each)
     return first
 
