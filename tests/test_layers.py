@@ -38,9 +38,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exits": BASE | SIBLINGS,
     "eval_report": BASE | SIBLINGS | {"exits"},
     "task_report": BASE | SIBLINGS,
+    "exchange": BASE | SIBLINGS,
     "calibration": BASE | SIBLINGS | {"exits", "eval_report"},
     "report": BASE | SIBLINGS | {"paper", "eval_report", "exits"},
-    "commands": BASE | SIBLINGS | {"paper", "eval_report", "exits", "calibration", "task_report", "report", "options"},
+    "commands": BASE
+    | SIBLINGS
+    | {"paper", "eval_report", "exits", "calibration", "task_report", "report", "exchange", "options"},
     "cli": {"config", "commands", "__init__"},
     "__main__": {"cli"},
     "__init__": BASE | SIBLINGS | {"paper", "cli"},
@@ -58,6 +61,7 @@ HOMES = {
     "pyarrow": ("grt/data/formats.py",),
     "transformers": ("grt/hf/", "grt/bench/peers.py"),
     "lm_eval": ("grt/evals/benchmarks.py", "grt/evals/harness.py"),
+    "onnxruntime": ("grt/hf/onnx.py",),
 }
 
 Check = Callable[[str, str], list[str]]

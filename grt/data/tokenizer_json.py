@@ -59,6 +59,9 @@ class JsonTokenizer:
             raise ConfigError(f"Id {beyond[0]} is beyond {self.name}'s vocabulary of {self.vocab_size}: use the run's.")
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
+    def json(self) -> str:
+        return json.dumps(json.loads(self.data) | {"post_processor": None}, ensure_ascii=False)
+
     def cut(self, text: str) -> int:
         return cut_before_space(text) if self._may_cut else 0
 

@@ -92,3 +92,6 @@ class RoutedSteps:
     def reorder(self, rows: Tensor) -> None:
         self.steps = [x.index_select(-4, rows) for x in self.steps]
         self.ran = self.ran[rows]
+
+    def grow(self, tokens: int) -> None:
+        self.ran = F.pad(self.ran, (0, tokens))  # the keys grow where they have to

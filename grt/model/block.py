@@ -121,7 +121,7 @@ class Stack(nn.ModuleList):
         for ctx.block, block in enumerate(self):
             # Handed over as tensors and not as a step's number, which would make a compiled block one graph a step.
             ctx.low_rank = None if low_rank is None else low_rank[ctx.block]
-            x = block(x, ctx)
+            x = block(x, ctx) if ctx.around is None else ctx.around(block, x, ctx)
         ctx.low_rank = None
         return x
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from grt.config import ConfigError, at_least
 from grt.model.depth import DEEPEST
-from grt.model.sharing import SharedSteps
+from grt.model.sharing import SharedSteps, longer
 
 if TYPE_CHECKING:
     from grt.model.halting import Going
@@ -49,6 +50,10 @@ class CoreStore(Protocol):
         """The prompt is complete: from here on steps share."""
 
     def reorder(self, rows: Tensor) -> None: ...
+
+    def grow(self, tokens: int) -> None:
+        """Room for this many more."""
+        ...
 
     def clear(self) -> None: ...
 
@@ -240,6 +245,17 @@ class KVCache:
             self.real = self.real[rows]
         self.place, self.shown = self.place[rows], self.shown[rows]
         self.one = self.index, self.shown
+
+    def grow(self, capacity: int) -> None:
+        """Room for more tokens, up to model.context; what is held moves to larger tensors. Not when frozen."""
+        more = capacity - self.capacity
+        self.capacity, self.prompt = capacity, self.prompt + more
+        self.outer = {name: [longer(x, more) for x in stores] for name, stores in self.outer.items()}
+        self.core.grow(more)
+        self.shown = F.pad(self.shown, (0, more))
+        self.one = self.index, self.shown
+        if self.real is not None:
+            self.real = F.pad(self.real, (0, more), value=True)
 
     def clear(self) -> None:
         """Empty, for the next prompt, with everything where it was."""

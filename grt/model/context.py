@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from grt.model.cache import KVCache
 
 Tap = Callable[[Tensor, "LoopContext"], Tensor | None]
+Around = Callable[[nn.Module, Tensor, "LoopContext"], Tensor]
 LowRank = Mapping[str, tuple[Tensor, Tensor]]  # of a block's linears: name -> A (rank, d_in), B (d_out, rank)
 
 
@@ -22,6 +23,7 @@ class LoopContext:
     intervening are the same thing. Names: anchor, input, proposal, gate, state, attention, state_noise, gate_noise; and
     of methods other than GRT those that their files name.
     low_rank: what is added to the linears of the block in progress, B A x.
+    around: called with a block, its input and this context in place of the block, to compute it again for the gradient.
     recompute: the loss computes its read-outs (coda, head) again in the backward pass instead of keeping them; taps
     in the coda are then called a second time, with the step as it was.
     Where tokens leave the loop one by one (grt/model/halting.py), taps see those that go on.
@@ -36,6 +38,7 @@ class LoopContext:
     aux: list[Tensor] = field(default_factory=list)  # auxiliary losses, already weighted
     norm: nn.Module | None = None  # the model's final norm, for a rule that also norms inside the loop
     low_rank: LowRank | None = None
+    around: Around | None = None
     recompute: bool = False
     cache: "KVCache | None" = None  # of earlier tokens
     positions: Tensor | None = None  # (T,) or (B, T): where in their rows the tokens stand; None: from 0 on

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from grt.config import ConfigError
 
@@ -164,6 +165,16 @@ class SharedSteps:
         self.first, self.sums = pick(self.first), pick(self.sums)
         self.prompt = None if self.prompt is None else pick([self.prompt])[0]
         self.ran = self.ran[rows]
+
+    def grow(self, tokens: int) -> None:
+        self.slots = [[longer(x, tokens) for x in slots] for slots in self.slots]
+        self.prompt = None if self.prompt is None else longer(self.prompt, tokens)
+        self.ran = F.pad(self.ran, (0, tokens))
+
+
+def longer(store: Tensor, tokens: int) -> Tensor:
+    """Keys or values (..., T, c) with room for more tokens."""
+    return F.pad(store, (0, 0, 0, tokens))
 
 
 def append_own(keys: Tensor, values: Tensor, before: Tensor, k: Tensor, v: Tensor) -> "Seen":
