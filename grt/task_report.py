@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,12 +41,7 @@ def task_report(
     RUN/scores). ConfigError for what cannot be measured, before anything is computed.
     """
     start = time.perf_counter()
-    try:
-        from grt.evals.benchmarks import describe, load_tasks
-    except ModuleNotFoundError as error:
-        remedy = "pip install 'gated-recurrent-transformer[eval]'"
-        raise ConfigError(f"tasks needs lm-eval, and {error.name} is missing: {remedy}.") from None
-
+    benchmarks = need_lm_eval()
     for name, value in (("limit", limit), ("batch_size", batch_size)):
         at_least(name, 1 if value is None else value, 1)
     where = resolve_device(device)
@@ -55,16 +51,16 @@ def task_report(
     precision = resolve_dtype(dtype, where, config.model.d_model)
     tokenizer = get_tokenizer(config.data.tokenizer)
     decided_by = settings(config, checkpoint, tokenizer, model, precision)
-    folder = cache or run / "scores"
+    folder = cache or (run if run.is_dir() else run.parent) / "scores"  # a run's pointers are files
     with tempfile.TemporaryDirectory() as scratch:
-        tasks = load_tasks(list(dict.fromkeys(names)), data_dir, Path(scratch))
+        tasks = benchmarks.load_tasks(list(dict.fromkeys(names)), data_dir, Path(scratch))
         rows = []
         for strategy in kv:
             scorer = scorer_of(model, strategy, depths, precision)
             file = ScoreFile(folder, {**decided_by, "kv": strategy})
             scores = Scores(scorer, depths, file, config.model.context, batch_size)
             rows += [{"kv": strategy, **row} for row in measure(tasks, scores, tokenizer, limit)]
-        described = {name: describe(task, limit) for name, task in tasks.items()}
+        described = {name: benchmarks.describe(task, limit) for name, task in tasks.items()}
     return {
         "run": str(run),
         "step": read_manifest(checkpoint)["step"],
@@ -83,6 +79,15 @@ def task_report(
         "scores": str(folder),
         "seconds": time.perf_counter() - start,
     }
+
+
+def need_lm_eval() -> ModuleType:
+    try:
+        from grt.evals import benchmarks
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'gated-recurrent-transformer[eval]'"
+        raise ConfigError(f"tasks needs lm-eval, and {error.name} is missing: {remedy}.") from None
+    return benchmarks
 
 
 def checked(model: RecurrentDepthModel, depths: Sequence[int] | None, kv: Sequence[str]) -> tuple[list[int], list[str]]:

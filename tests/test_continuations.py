@@ -63,9 +63,12 @@ def test_at_once_is_one_plain_pass_a_pair(tiny, method):
         assert_close(scores_of(AtOnce(model, depths, torch.float32), pairs, size), want)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_token_by_token_in_a_batch_is_each_alone(tiny, strategy):
-    model, pairs, depths = tiny(dtype=torch.float32, spread=0.5), pairs_of(12, seed=1), [1, 3]
+CASES = [*(("grt", strategy) for strategy in STRATEGIES), ("mor", "first"), ("poisson", "mean"), ("ouro", "last")]
+
+
+@pytest.mark.parametrize(("method", "strategy"), CASES)
+def test_token_by_token_in_a_batch_is_each_alone(tiny, method, strategy):
+    model, pairs, depths = tiny(method, dtype=torch.float32, spread=0.5), pairs_of(12, seed=1), [1, 3]
     got = scores_of(TokenByToken(model, depths, torch.float32, strategy), pairs, 4)
     for i, (context, text) in enumerate(pairs):
         for depth in depths:
