@@ -8,7 +8,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal --cov=grt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all lint bench clean
+.PHONY: help setup demo test test-all soak lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,11 +20,14 @@ demo: $(READY) ## train the demo model into runs/demo, evaluate each depth, prin
 
 test: $(READY) ## ruff and the fast tests (minutes), with 90 % coverage
 	$(BIN)/ruff check
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not soak"
 
 test-all: $(READY) ## ruff and every test, the slow ones too
 	$(BIN)/ruff check
-	$(PYTEST) -m "slow or not slow"
+	$(PYTEST) -m "not soak"
+
+soak: $(READY) ## the tests that take many minutes or install other versions of libraries
+	$(ONE_THREAD) $(BIN)/pytest -m soak
 
 lint: $(READY) ## ruff check, ruff format --check, pyright
 	$(BIN)/ruff check

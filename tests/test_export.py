@@ -281,7 +281,7 @@ def test_onnx_has_the_same_logits(tiny, ids, tmp_path, method):
             torch.testing.assert_close(got, model(x, None if dense else Depth(2)), rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_the_oldest_supported_transformers(tiny, ids, tmp_path):
     """In an environment of its own: remote code there, and this project's tests of the models."""
