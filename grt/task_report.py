@@ -1,5 +1,6 @@
 """What `grt eval --tasks` says: a dict (the --json document), and a table for people."""
 
+import importlib
 import importlib.metadata
 import math
 import sys
@@ -83,11 +84,10 @@ def task_report(
 
 def need_lm_eval() -> ModuleType:
     try:
-        from grt.evals import benchmarks
+        return importlib.import_module("grt.evals.benchmarks")
     except ModuleNotFoundError as error:
         remedy = "pip install 'gated-recurrent-transformer[eval]'"
         raise ConfigError(f"tasks needs lm-eval, and {error.name} is missing: {remedy}.") from None
-    return benchmarks
 
 
 def checked(model: RecurrentDepthModel, depths: Sequence[int] | None, kv: Sequence[str]) -> tuple[list[int], list[str]]:
