@@ -215,6 +215,24 @@ def test_reordered_rows(tiny, ids, method, strategy):
     torch.testing.assert_close(got, want[[1, 1, 0]], **EXACT)
 
 
+@some_cases
+@pytest.mark.parametrize("readouts", [False, True])
+def test_a_cache_that_grows_keeps_what_it_holds(tiny, ids, method, strategy, readouts):
+    """In the prompt and after it, padding and the coda's keys of every step too."""
+    model, real = tiny(method), torch.ones(2, 12, dtype=torch.bool)
+    real[1, :2] = False
+    cache = KVCache(model, 2, 3, strategy=strategy, readouts=readouts)
+    got = [cached(model, ids[:, :3], cache, [3], real=real)]
+    for room, at, chunks in ((5, 3, [2]), (8, 5, 3 * [1]), (12, 8, 4 * [1])):
+        cache.grow(room)
+        if at == PROMPT:
+            cache.commit()
+        got.append(cached(model, ids[:, at:room], cache, chunks, real=real[:, at:], prompt=-1))
+    want = cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1], real=real)
+    torch.testing.assert_close(torch.cat(got, 1), want, **EXACT)
+    assert cache.capacity == 12
+
+
 @every_case
 def test_a_cleared_cache_is_a_new_one(tiny, ids, method, strategy):
     model, cache = tiny(method), make(tiny(method), strategy)

@@ -254,6 +254,15 @@ def test_no_graph_of_routed_tokens(tiny, tmp_path, method):
         write_onnx(tiny(method, dtype=torch.float32), tmp_path / "model.onnx")
 
 
+def test_without_transformers(tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("grt.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["export", str(NANO), str(tmp_path / "a")]) == 2
+    told = capsys.readouterr().err
+    assert "grt.hf needs transformers: pip install 'gated-recurrent-transformer[hf]'" in told and told.count("\n") == 1
+
+
 def test_onnx_without_its_packages(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert main(["export", str(NANO), str(tmp_path / "a"), "--format", "onnx"]) == 2
@@ -297,6 +306,8 @@ def test_the_oldest_supported_transformers(tiny, ids, tmp_path):
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"transformers {oldest} cannot be installed here: {done.stderr.splitlines()[-1]}")
+    version = [python, "-c", "import transformers; print(transformers.__version__)"]
+    assert subprocess.run(version, check=True, capture_output=True, text=True).stdout.strip() == oldest
     model = tiny(dtype=torch.float32)
     folder = exported(model, tmp_path / "grt", ids)
     in_a_fresh_process([folder], tmp_path, python)

@@ -72,6 +72,8 @@ def test_options_come_from_the_call_the_generation_config_or_the_model(tiny):
     assert hf.generate(**padded(), generation_config=config)[:, 6:].tolist() == want["mean", 2]
     assert hf.generate(**padded(), generation_config=config, num_steps=3)[:, 6:].tolist() == want["mean", 3]
     hf.generation_config.kv = "mean"
+    config = GenerationConfig(num_steps=2, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert hf.generate(**padded(), generation_config=config)[:, 6:].tolist() == want["mean", 2]
     assert greedy(hf, n=20) == want["mean", 3] and greedy(hf, n=20, kv="full") == want["full", 3]
     hf.config.num_steps = 2
     assert greedy(hf, n=20) == want["mean", 2]
@@ -209,8 +211,15 @@ def test_early_exit_drafts_change_nothing(tiny, method, layers):
 
 
 def test_a_draft_that_fails_leaves_the_config_as_it_was(hf, monkeypatch):
-    monkeypatch.setattr(type(hf.loop), "states", lambda *_: 1 / 0)
-    for options in ({"assistant_early_exit": 4}, {"num_steps": 2}):
+    real = type(hf.loop).states
+
+    def states(loop, ids, ctx, depth):
+        if depth.steps < 3:
+            raise ZeroDivisionError
+        return real(loop, ids, ctx, depth)
+
+    monkeypatch.setattr(type(hf.loop), "states", states)
+    for options in ({"assistant_early_exit": 4}, {"num_steps": 2, "kv": "first"}):
         with pytest.raises(ZeroDivisionError):
             greedy(hf, prompts=[PROMPTS[0]], **options)
         assert (hf.config.num_steps, hf.config.kv) == (3, "full")

@@ -97,9 +97,8 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
         each from here, from the generation_config, or from the model's config."""
         chosen = {name: kwargs.pop(name, None) for name in OPTIONS}
         if not getattr(generation_config, "is_assistant", False):  # a draft is as deep as the config says at the time
-            for name, value in chosen.items():
-                inherited = getattr(generation_config or self.generation_config, name, None)
-                chosen[name] = inherited if value is None else value
+            for config in (generation_config, self.generation_config):
+                chosen = {name: getattr(config, name, None) if x is None else x for name, x in chosen.items()}
         plain: Any = super()
         with self._with(chosen):
             return plain.generate(inputs, generation_config, **kwargs)

@@ -38,8 +38,8 @@ def write_onnx(model: RecurrentDepthModel, path: Path, steps: int | None = None)
         method = model.config.method
         raise ConfigError(f"{method} computes as many rows as its router chooses, and an ONNX graph cannot: export hf.")
     try:
-        import onnxruntime
-        import onnxscript  # noqa: F401 (torch's exporter needs it)
+        import onnxruntime  # type: ignore[import-not-found]
+        import onnxscript  # type: ignore[import-not-found]  # noqa: F401 (torch's exporter needs it)
     except ImportError:
         raise ConfigError("--format onnx needs packages: pip install 'gated-recurrent-transformer[onnx]'.") from None
     context = model.config.context

@@ -251,7 +251,8 @@ class KVCache:
         more = capacity - self.capacity
         self.capacity, self.prompt = capacity, self.prompt + more
         self.outer = {name: [longer(x, more) for x in stores] for name, stores in self.outer.items()}
-        self.core.grow(more)
+        for store in self.by_step:
+            store.grow(more)
         self.shown = F.pad(self.shown, (0, more))
         self.one = self.index, self.shown
         if self.real is not None:
