@@ -137,6 +137,8 @@ def test_a_figure_that_fails_leaves_the_old_one(tmp_path):
         (["run", "nowhere.py"], "nowhere.py does not exist: give a Python file with RUNS(scale, seeds)."),
         (["run", "tab_main", "--scale", "tiny"], "--scale is 'tiny': choose one of nano, small, medium, large."),
         (["build", "all", "--seeds", "1,b"], "--seeds is '1,b': write whole numbers with commas, as in 1337,42,123."),
+        (["list", "--seeds", "-1"], "--seeds is '-1': a seed is a whole number from 0"),
+        (["work"], "grt paper work is what grt paper run starts"),
         (["list", "--seeds", "7,7"], "--seeds is '7,7': name each seed once."),
         (["run", "tab_main", "--jobs", "0"], "--jobs is 0"),
         (["run", "tab_main", "--max-time", "soon"], "--max-time is 'soon': write it as 170m"),

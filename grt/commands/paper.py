@@ -74,6 +74,8 @@ def checked(scale: str, seeds: str) -> list[int]:
         found = [int(seed) for seed in seeds.split(",")]
     except ValueError:
         raise ConfigError(f"--seeds is {seeds!r}: write whole numbers with commas, as in {SEEDS}.") from None
+    if not all(0 <= seed < 1 << 63 for seed in found):
+        raise ConfigError(f"--seeds is {seeds!r}: a seed is a whole number from 0 to 2^63 - 1.")
     if len(set(found)) < len(found):
         raise ConfigError(f"--seeds is {seeds!r}: name each seed once.")
     return found
@@ -142,6 +144,8 @@ def run_list(arguments: list[str]) -> int:
 
 def run_work(arguments: list[str]) -> int:
     """What `run` starts its runs with."""
+    if len(arguments) != 2:
+        raise ConfigError("grt paper work is what grt paper run starts: call grt paper run.")
     from grt.paper.worker import work
 
     runs, results = map(Path, arguments)

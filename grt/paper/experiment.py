@@ -79,7 +79,7 @@ def mending(path: Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         raise ConfigError(f"{where} cannot be run ({type(error).__name__}: {error}): mend it.") from error
