@@ -58,7 +58,10 @@ def build(results: Results) -> Report:
     tables = [accuracy_table(label, task, results) for label, task in TASKS.items()]
     tables.append(claims(results))
     figures = {"depth_tasks": lambda axes: draw(axes, results)}
-    notes = ["Chance is .25 for p-hop. Addition counts exact sums, mean over the numbers of operands."]
+    notes = [
+        "p-hop: a hop may land where it began, so that fewer hops are often enough; printing the letter itself is "
+        "right more often than one time in four. Addition counts exact sums, mean over the numbers of operands."
+    ]
     return Report("Depth tasks", tables, figures, notes)
 
 

@@ -41,7 +41,7 @@ def progress(results: Results) -> Table:
         configs = [] if name == "study" else experiments(name)[0].runs(results.scale, results.seeds)
         if configs:
             done = sum(results.get(config) is not None for config in configs)
-            rows.append((f"[{name}]({name}.md)", str(len(configs)), str(done), "" if done else NOT_RUN))
+            rows.append((f"`{name}`", str(len(configs)), str(done), "" if done else NOT_RUN))
     return Table(
         "study_progress", "What belongs to it, and how much of it is done.", ("table", "runs", "done", ""), rows
     )
@@ -72,7 +72,7 @@ def accuracies(results: Results) -> Table:
             found = [depth_tasks.share(run, max(run.accuracy)) for run in runs]
             cells.append(f"{summary(found).mean:.3f} ({len(found)})" if found else NOT_RUN)
         rows.append((name, *cells))
-    what = "Depth tasks: accuracy at full depth, mean over seeds (how many). Chance is .25 for p-hop."
+    what = "Depth tasks: accuracy at full depth, mean over seeds (how many)."
     return Table("study_tasks", what, ("model", *depth_tasks.TASKS), rows)
 
 
