@@ -18,9 +18,11 @@ from rich.table import Table
 
 from grt.config import VERSION, ConfigError, RunConfig, at_least, identity
 from grt.data.tokenizer import Tokenizer, get_tokenizer
-from grt.evals.continuations import AtOnce, Scorer, TokenByToken
+from grt.evals.continuations import AtOnce, Halting, Scorer, TokenByToken
 from grt.evals.scores import ScoreFile, Scores
+from grt.exits import NOBODY, Wanted, find_exit, home_of
 from grt.model.cache import KVCache
+from grt.model.exit import Exit
 from grt.model.precision import dtype_name, resolve_device, resolve_dtype
 from grt.model.recurrent import RecurrentDepthModel
 from grt.train.checkpoint import find_checkpoint, load_model, read_manifest
@@ -33,13 +35,14 @@ console = Output()
 def task_report(
     run: Path, names: Sequence[str], *, data_dir: Path | None = None, depths: Sequence[int] | None = None,
     kv: Sequence[str] = (), limit: int | None = None, batch_size: int | None = None, dtype: str = "fp32",
-    device: str = "auto", cache: Path | None = None,
+    device: str = "auto", cache: Path | None = None, exit: Wanted = NOBODY,
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of `grt eval --tasks`: what lm-evaluation-harness measures, zero-shot, with standard errors, at
     each of `depths` (default R) under each of the strategies `kv` (default full), and every setting.
 
     batch_size: requests at a time (None: as many as make BATCH_TOKENS). cache: where scores are kept (default:
-    RUN/scores). ConfigError for what cannot be measured, before anything is computed.
+    RUN/scores). exit: tokens leave on their own, at the one depth given at the latest. ConfigError for what cannot be
+    measured, before anything is computed.
     """
     start = time.perf_counter()
     benchmarks = need_lm_eval()
@@ -48,18 +51,17 @@ def task_report(
     where = resolve_device(device)
     checkpoint, _ = find_checkpoint(run)
     model, config = load_model(checkpoint, where)
-    depths, kv = checked(model, depths, kv)
     precision = resolve_dtype(dtype, where, config.model.d_model)
+    ways, halting = ways_to_score(model, depths, kv, checkpoint, exit, precision)
     tokenizer = get_tokenizer(config.data.tokenizer)
-    decided_by = settings(config, checkpoint, tokenizer, model, precision)
-    folder = cache or (run if run.is_dir() else run.parent) / "scores"  # a run's pointers are files
+    decided_by = settings(config, checkpoint, tokenizer, model, precision, halting)
+    folder = cache or home_of(checkpoint) / "scores"
     with tempfile.TemporaryDirectory() as scratch:
         tasks = benchmarks.load_tasks(list(dict.fromkeys(names)), data_dir, Path(scratch))
         rows = []
-        for strategy in kv:
-            scorer = scorer_of(model, strategy, depths, precision)
+        for strategy, (scorer, at) in ways.items():
             file = ScoreFile(folder, {**decided_by, "kv": strategy})
-            scores = Scores(scorer, depths, file, config.model.context, batch_size)
+            scores = Scores(scorer, at, file, config.model.context, batch_size)
             rows += [{"kv": strategy, **row} for row in measure(tasks, scores, tokenizer, limit)]
         described = {name: benchmarks.describe(task, limit) for name, task in tasks.items()}
     return {
@@ -72,8 +74,8 @@ def task_report(
         "limit": limit,
         "batch_size": batch_size or "auto",
         **decided_by,
-        "kv": list(kv),
-        "depths": list(depths),
+        "kv": list(ways),
+        "depths": sorted({row["depth"] for row in rows}),
         "seed": config.train.seed,
         "commit": commit(),
         "versions": {name: importlib.metadata.version(name) for name in ("lm_eval", "datasets", "torch")},
@@ -90,8 +92,11 @@ def need_lm_eval() -> ModuleType:
         raise ConfigError(f"tasks needs lm-eval, and {error.name} is missing: {remedy}.") from None
 
 
-def checked(model: RecurrentDepthModel, depths: Sequence[int] | None, kv: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Depths in order and strategies, each once; ConfigError for those that there are not for this model."""
+def ways_to_score(
+    model: RecurrentDepthModel, depths: Sequence[int] | None, kv: Sequence[str], checkpoint: Path, exit: Wanted,
+    dtype: torch.dtype,
+) -> tuple[dict[str, tuple[Scorer, list[int]]], Exit | None]:  # fmt: skip
+    """Strategy -> how to score under it and at which depths. ConfigError for what this model does not have."""
     R = model.config.blocks.R
     depths = sorted(set(depths)) if depths else [R]
     model.check_depth(min(depths[0], R), least=0)
@@ -99,12 +104,20 @@ def checked(model: RecurrentDepthModel, depths: Sequence[int] | None, kv: Sequen
     kv = list(dict.fromkeys(kv)) or ["full"]
     for strategy in kv:
         KVCache(model, 1, 1, strategy=strategy)
-    return depths, kv
+    if exit.budget is not None:
+        raise ConfigError("budget is of texts that a model writes: leave it out with --tasks.")
+    halting = find_exit(checkpoint, model, exit, depths[-1])
+    if halting is None:
+        return {strategy: (scorer_of(model, strategy, depths, dtype), depths) for strategy in kv}, None
+    if kv != ["full"] or len(depths) > 1:
+        raise ConfigError("exit goes with keys of every step and one depth, the deepest: leave --kv out, or --exit.")
+    return {"full": (Halting(model, halting, dtype), depths)}, halting
 
 
 def settings(
-    config: RunConfig, checkpoint: Path, tokenizer: Tokenizer, model: RecurrentDepthModel, dtype: torch.dtype
-) -> dict[str, Any]:
+    config: RunConfig, checkpoint: Path, tokenizer: Tokenizer, model: RecurrentDepthModel, dtype: torch.dtype,
+    exit: Exit | None,
+) -> dict[str, Any]:  # fmt: skip
     """What decides the score of a piece of text, beside its depth and the sharing of keys and values."""
     files = read_manifest(checkpoint)["files"]
     return {
@@ -113,7 +126,7 @@ def settings(
         "model": identity(config.model),
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
         "context": config.model.context,
-        "exit": None,
+        "exit": exit and {"policy": exit.policy.name, "threshold": exit.policy.threshold, "steps": exit.steps},
         "routing": model.rule.routing,
         "dtype": dtype_name(dtype),
         "device": model.device.type,
@@ -140,15 +153,14 @@ def measure(tasks: dict[str, Any], scores: Scores, tokenizer: Tokenizer, limit: 
     rows = []
     with bar:
         for name, task in tasks.items():
-            shown, before = bar.add_task(name, total=None), scores.truncated
+            shown = bar.add_task(name, total=None)
             for depth in scores.depths:
                 model = HarnessModel(
                     scores, depth, tokenizer, lambda done, of, shown=shown: bar.update(shown, completed=done, total=of)
                 )
-                rows.append({"task": name, "depth": depth, **evaluate_task(task, model, limit)})
-            truncated = (scores.truncated - before) // len(scores.depths)
-            for row in rows[-len(scores.depths) :]:
-                row["truncated_requests"] = truncated
+                row = {"task": name, "depth": depth, **evaluate_task(task, model, limit)}
+                mean = model.steps / model.tokens
+                rows.append({**row, "mean_depth": mean, "truncated_requests": model.truncated})
     return rows
 
 
@@ -167,13 +179,15 @@ def show_tasks(report: dict[str, Any]) -> None:
     rows, tasks = report["results"], report["tasks"]
     metrics = list(dict.fromkeys(name for row in rows for name in row if f"{name}_stderr" in row))
     table = Table(title=f"{report['run']} at step {report['step']}, zero-shot, with standard errors")
-    for column in ("task", "kv", "depth", "items", *metrics):
+    for column in ("task", "kv", "depth", "mean depth", "items", *metrics):
         table.add_column(column, justify="left" if column in ("task", "kv") else "right")
     for row in rows:
         cells = (number(row.get(name), row.get(f"{name}_stderr")) for name in metrics)
-        table.add_row(row["task"], row["kv"], str(row["depth"]), str(tasks[row["task"]]["items"]), *cells)
+        told = row["task"], row["kv"], str(row["depth"]), f"{row['mean_depth']:.2f}", str(tasks[row["task"]]["items"])
+        table.add_row(*told, *cells)
     for row in report["averages"]:
-        table.add_row("average", row["kv"], str(row["depth"]), "", *(number(row.get(name), None) for name in metrics))
+        cells = (number(row.get(name), None) for name in metrics)
+        table.add_row("average", row["kv"], str(row["depth"]), "", "", *cells)
     console.print(table)
     if report["averages"] and "acc_norm" in metrics:
         console.print("average of acc_norm: acc where a task has no acc_norm")

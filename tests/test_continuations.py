@@ -8,11 +8,14 @@ import torch
 
 from grt.config import ConfigError
 from grt.evals import continuations
-from grt.evals.continuations import AtOnce, Pair, Score, TokenByToken, batches, pieces, score
+from grt.evals.continuations import AtOnce, Halting, Pair, Score, TokenByToken, batches, pieces, score
 from grt.evals.scores import ScoreFile, Scores, key_of
 from grt.evals.sharing import forced_log_probs
 from grt.methods import METHODS
+from grt.model.context import LoopContext
 from grt.model.depth import Depth
+from grt.model.exit import Exit, parse_exit
+from grt.model.halting import halting_cache, run_halting
 
 T = 12  # the tiny models' context
 STRATEGIES = ("full", "first", "last", "mean", "mod:2", "first:all")
@@ -43,7 +46,7 @@ def assert_close(got, want, tolerance=1e-5):
     assert got.keys() == want.keys()
     for name, one in want.items():
         assert got[name].log_prob == pytest.approx(one.log_prob, abs=tolerance), name
-        assert got[name].greedy == one.greedy, name
+        assert got[name][1:] == one[1:], name
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -57,7 +60,7 @@ def test_at_once_is_one_plain_pass_a_pair(tiny, method):
             with torch.inference_mode():
                 logits = model(torch.tensor([[*context, *text[:-1]]]), Depth(depth))[0, len(context) - 1 :]
             nats = logits.log_softmax(-1)[range(len(text)), text]
-            want[i, depth] = Score(nats.sum().item(), logits.argmax(-1).tolist() == text)
+            want[i, depth] = Score(nats.sum().item(), logits.argmax(-1).tolist() == text, depth * len(text))
     assert {s.greedy for s in want.values()} == {True, False}, "the pairs decide nothing about greedy"
     for size in (1, 4, None):
         assert_close(scores_of(AtOnce(model, depths, torch.float32), pairs, size), want)
@@ -79,6 +82,29 @@ def test_token_by_token_in_a_batch_is_each_alone(tiny, method, strategy):
         assert_close(got, plain)
     else:
         assert any(abs(got[name].log_prob - plain[name].log_prob) > 1e-4 for name in got), "the strategy had no effect"
+
+
+@pytest.mark.parametrize("policy", ["state:0.037", "kl:0.108", "fixed:2"])
+def test_tokens_that_leave_on_their_own(tiny, policy):
+    """In a batch with padding as token by token alone, and at fixed depth as at that depth."""
+    model, pairs = tiny(dtype=torch.float32), pairs_of(12, seed=3)
+    made, threshold = parse_exit(policy)
+    exit = Exit.of(model, made(threshold), 3)
+    got = scores_of(Halting(model, exit, torch.float32), pairs, 4)
+    for i, (context, text) in enumerate(pairs):
+        ctx, nats, steps = LoopContext(cache=halting_cache(model, exit, 1, T)), 0.0, 0
+        for at, token in enumerate([*context, *text[:-1]], 1 - len(context)):
+            with torch.inference_mode():
+                logits, depths = run_halting(model, torch.tensor([[token]]), LoopContext(cache=ctx.cache), exit)
+            if at >= 0:
+                nats += logits[0, 0].log_softmax(-1)[text[at]].item()
+                steps += int(depths)
+        assert got[i, 3].log_prob == pytest.approx(nats, abs=1e-5) and got[i, 3].steps == steps
+    if policy == "fixed:2":
+        plain = scores_of(AtOnce(model, [2], torch.float32), pairs, 4)
+        assert_close({(i, 3): s for (i, _), s in plain.items()}, got)
+    else:
+        assert len({s.steps / len(pairs[i].text) for (i, _), s in got.items()}) > 1, "all tokens went as deep"
 
 
 def test_a_pair_that_is_too_long_is_cut_as_lm_eval_cuts():
@@ -115,10 +141,10 @@ def test_where_memory_is_short_batches_are_halved():
         sizes.append(len(pairs))
         if len(pairs) > 2:
             raise torch.OutOfMemoryError
-        return {3: [Score(-float(len(pair.text)), False) for pair in pairs]}
+        return {3: [Score(-float(len(pair.text)), False, 3) for pair in pairs]}
 
     pairs = pairs_of(7)
-    assert score(scorer, pairs) == {3: [Score(-float(len(pair.text)), False) for pair in pairs]}
+    assert score(scorer, pairs) == {3: [Score(-float(len(pair.text)), False, 3) for pair in pairs]}
     assert sizes == [7, 3, 1, 2, 4, 2, 2]
 
     def hopeless(pairs):
@@ -131,6 +157,10 @@ def test_where_memory_is_short_batches_are_halved():
 # On the disk
 
 
+def made_up(pair: Pair, depth: int) -> Score:
+    return Score(-0.1 * sum(pair.text) - depth, depth == 3, depth * len(pair.text))
+
+
 class Counted:
     """A scorer that counts what it is asked, and is killed at the `last` call."""
 
@@ -141,31 +171,31 @@ class Counted:
         self.calls += 1
         if self.calls == self.last:
             raise KeyboardInterrupt
-        return {depth: [Score(-0.1 * sum(pair.text) - depth, depth == 3) for pair in pairs] for depth in (1, 3)}
+        return {depth: [made_up(pair, depth) for pair in pairs] for depth in (1, 3)}
 
 
 def ask(tmp_path, scorer, pairs, settings=None, told=lambda done, of: None):
     scores = Scores(scorer, [1, 3], ScoreFile(tmp_path, settings or {"weights": "a"}), T, 2)
-    return scores, [scores.of(pairs, depth, told) for depth in (1, 3)]
+    return [scores.of(pairs, depth, told) for depth in (1, 3)]
 
 
 def test_scores_are_asked_for_once(tmp_path):
     pairs = [*pairs_of(9), pairs_of(1)[0]]  # the first one twice
     first, told = Counted(), []
-    scores, got = ask(tmp_path, first, pairs, told=lambda done, of: told.append((done, of)))
-    assert first.calls == len(list(batches(pairs[:9], 2, T))) and scores.truncated == 0
-    assert got == [[Score(-0.1 * sum(pair.text) - depth, depth == 3) for pair in pairs] for depth in (1, 3)]
+    got = ask(tmp_path, first, pairs, told=lambda done, of: told.append((done, of)))
+    assert first.calls == len(list(batches(pairs[:9], 2, T)))
+    assert got == [[made_up(pair, depth) for pair in pairs] for depth in (1, 3)]
     assert told[0] == (0, 9) and told[-1] == (9, 9)
     again = Counted()
-    assert ask(tmp_path, again, pairs)[1] == got and again.calls == 0
-    assert ask(tmp_path, again, pairs, {"weights": "b"})[1] == got and again.calls == first.calls  # another file
+    assert ask(tmp_path, again, pairs) == got and again.calls == 0
+    assert ask(tmp_path, again, pairs, {"weights": "b"}) == got and again.calls == first.calls  # another file
     headers = {path.read_text("utf-8").splitlines()[0] for path in tmp_path.iterdir()}
     assert headers == {'{"weights": "a"}', '{"weights": "b"}'}
 
 
 def test_a_killed_run_goes_on(tmp_path):
     pairs = [Pair([i], [i, 2]) for i in range(9)]
-    want = ask(tmp_path / "whole", Counted(), pairs)[1]
+    want = ask(tmp_path / "whole", Counted(), pairs)
     killed = Counted(last=3)
     with pytest.raises(KeyboardInterrupt):
         ask(tmp_path, killed, pairs)
@@ -174,24 +204,25 @@ def test_a_killed_run_goes_on(tmp_path):
     path.write_text(whole[:-9], "utf-8")  # in the middle of a line
     assert len(whole.splitlines()) == 1 + 2 * 2 * 2
     resumed = Counted()
-    assert ask(tmp_path, resumed, pairs)[1] == want
+    assert ask(tmp_path, resumed, pairs) == want
     assert resumed.calls == 3  # for six pairs: the last score of the second batch was cut off
-    assert ask(tmp_path, Counted(last=1), pairs)[1] == want
+    assert ask(tmp_path, Counted(last=1), pairs) == want
     lines = path.read_text("utf-8").splitlines()
     assert [json.loads(line)[0] for line in lines[1:5]] == [json.loads(line)[0] for line in whole.splitlines()[1:5]]
 
 
 def test_a_long_text_is_the_sum_of_its_pieces(tmp_path):
     text = [5] * 40  # its pieces are alike
-    scores, [at_1, _] = ask(tmp_path, Counted(), [Pair([1], text), Pair([1] * 20, [2]), Pair([1], [])])
+    at_1, at_3 = ask(tmp_path, Counted(), [Pair([1], text), Pair([1] * 20, [2]), Pair([1], [])])
     assert at_1[0].log_prob == pytest.approx(-0.1 * sum(text) - 4) and len(pieces(Pair([1], text), T)) == 4
-    assert at_1[2] == Score(0, True) and scores.truncated == 2 * 2  # of both depths
+    assert at_1[0].steps == 40 and at_3[0].steps == 3 * 40
+    assert at_1[2] == Score(0, True, 0)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file cannot be written .*: give --cache a folder that can"):
-        ScoreFile(tmp_path / "file", {}).add(["a"], {1: [Score(0.0, True)]})
+        ScoreFile(tmp_path / "file", {}).add(["a"], {1: [Score(0.0, True, 1)]})
 
 
 def test_keys_tell_contexts_from_texts():

@@ -71,10 +71,11 @@ def test_requests_are_read_as_lm_eval_prescribes(nano, tmp_path):
         log_prob(nano, [*long.encode()][-(T + 1 - 3) :], [*b" by"]),  # the context's first tokens are lost
         log_prob(nano, [*short.encode()], [*b" by"]),  # spaces belong to the text
     ]
-    assert [s.log_prob for s in got] == pytest.approx(want, abs=1e-4)
-    assert model.scores.truncated == 1
+    assert [nats for nats, _ in got] == pytest.approx(want, abs=1e-4)
+    assert (model.truncated, model.tokens) == (1, 3 + 12 + 3 + 3) and model.steps == 6 * model.tokens
     next_byte = nano(torch.tensor([[*short.encode()]]))[0, -1].argmax().item()
-    assert [s.greedy for s in ask(model, "loglikelihood", (short, chr(next_byte)), (short, "\x7f"))] == [True, False]
+    likeliest, another = ask(model, "loglikelihood", (short, chr(next_byte)), (short, "\x7f"))
+    assert (likeliest[1], another[1]) == (True, False)
 
 
 def test_rolling_predicts_each_token_once_with_all_the_context_there_is(nano, tmp_path):
@@ -239,6 +240,19 @@ def test_sharing_keys_and_values(nano, capsys, tmp_path):
     assert len({row["perplexity"] for row in rows}) == 6
 
 
+def test_tokens_that_leave_on_their_own(nine, capsys, tmp_path):
+    """At a fixed depth, what that depth gives; by their state, with the mean depth told."""
+    options = ("--tasks", "arc_easy,lambada_openai", "--data-dir", ITEMS, "--cache", tmp_path, "--exit")
+    report = evaluated(capsys, NANO, *options, "fixed:1")
+    assert report["exit"] == {"policy": "fixed", "threshold": 1.0, "steps": 6}
+    assert report["kv"] == ["full"] and report["depths"] == [6]
+    at_1 = [row for row in nine[0]["results"] if row["depth"] == 1 and row["task"] in ("arc_easy", "lambada_openai")]
+    assert {row["mean_depth"] for row in report["results"]} == {row["mean_depth"] for row in at_1} == {1.0}
+    same_numbers([{**row, "depth": 1} for row in report["results"]], at_1, 1e-4)
+    report = evaluated(capsys, NANO, *options, "state:0.2")
+    assert all(1 < row["mean_depth"] < 6 for row in report["results"])
+
+
 def test_the_report_names_every_setting_and_a_table_shows_it(nine, capsys):
     report, folder = nine
     settings = {
@@ -281,6 +295,8 @@ def test_the_report_names_every_setting_and_a_table_shows_it(nine, capsys):
         (["--tasks", "piqa", "--batch-size", "0"], "batch_size is 0: it must be at least 1"),
         (["--tasks", "piqa", "--kv", "fist"], "kv is 'fist': choose one of full"),
         (["--tasks", "piqa", "--depth", "-1"], "depth is -1: give at least 0"),
+        (["--tasks", "piqa", "--exit", "kl:0.1", "--kv", "mean"], "exit goes with keys of every step and one depth"),
+        (["--tasks", "piqa", "--exit", "kl:0.1", "--budget", "2"], "budget is of texts that a model writes"),
     ],
 )
 def test_mistakes_are_one_sentence(options, told, tmp_path, capsys):
@@ -317,7 +333,7 @@ def real_scores(model, folder: Path) -> dict[str, list[dict]]:
         rows: dict[int, dict] = {}
         for request, score in zip(task.instances, scores, strict=True):
             digest = hashlib.sha256(json.dumps(request.doc, sort_keys=True).encode()).hexdigest()
-            rows.setdefault(request.doc_id, {"item": digest, "log_probs": []})["log_probs"].append(score.log_prob)
+            rows.setdefault(request.doc_id, {"item": digest, "log_probs": []})["log_probs"].append(score[0])
         found[name] = list(rows.values())
     return found
 

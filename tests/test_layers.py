@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": {"config", "presets"},
     "exits": BASE | SIBLINGS,
     "eval_report": BASE | SIBLINGS | {"exits"},
-    "task_report": BASE | SIBLINGS,
+    "task_report": BASE | SIBLINGS | {"exits"},
     "exchange": BASE | SIBLINGS,
     "calibration": BASE | SIBLINGS | {"exits", "eval_report"},
     "report": BASE | SIBLINGS | {"paper", "eval_report", "exits"},

@@ -38,8 +38,8 @@ class Eval:
     cloze: int = 0
     """With --kv: also the accuracy on this many cloze items (2000 is the usual number)."""
     exit: Annotated[str | None, tyro.conf.arg(metavar="POLICY[:X]")] = None
-    """Also the loss where each token leaves on its own: state:X, kl:X, entropy:X, top1:N, q:X (Ouro) or fixed:K;
-    without X, as grt calibrate found it."""
+    """Also the loss (with --tasks, the scores alone) where each token leaves on its own: state:X, kl:X, entropy:X,
+    top1:N, q:X (Ouro) or fixed:K; without X, as grt calibrate found it."""
     threshold: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
     """The X of --exit."""
     budget: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
@@ -92,6 +92,7 @@ def loss_evaluation(command: Eval) -> tuple[dict[str, Any], Any]:
 
 
 def task_evaluation(command: Eval) -> tuple[dict[str, Any], Any]:
+    from grt.exits import Wanted
     from grt.task_report import show_tasks, task_report
 
     names = [name.strip() for name in (command.tasks or "").split(",") if name.strip()]
@@ -100,6 +101,6 @@ def task_evaluation(command: Eval) -> tuple[dict[str, Any], Any]:
     report = task_report(
         command.run, names, data_dir=command.data_dir, depths=command.depth, kv=command.kv, limit=command.limit,
         batch_size=None if command.batch_size == "auto" else command.batch_size, dtype=command.dtype,
-        device=command.device, cache=command.cache,
+        device=command.device, cache=command.cache, exit=Wanted(command.exit, command.threshold, command.budget),
     )  # fmt: skip
     return report, show_tasks

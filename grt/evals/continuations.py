@@ -17,6 +17,8 @@ from grt.config import ConfigError
 from grt.evals.sharing import forced_logits
 from grt.model.context import LoopContext, left_padded
 from grt.model.depth import Depth
+from grt.model.exit import Exit
+from grt.model.halting import halting_cache, run_halting
 from grt.model.precision import autocast
 from grt.model.recurrent import RecurrentDepthModel
 
@@ -31,10 +33,12 @@ class Pair(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The natural logarithm of the text's probability, and whether each of its tokens has the largest logit."""
+    """The natural logarithm of the text's probability; whether each of its tokens has the largest logit; and the steps
+    of the core, in sum, that the tokens which predict them took."""
 
     log_prob: float
     greedy: bool
+    steps: int
 
 
 class Scorer(Protocol):
@@ -93,16 +97,30 @@ class AtOnce:
 
     @torch.inference_mode()
     def __call__(self, pairs: Sequence[Pair]) -> dict[int, list[Score]]:
-        model = self.model
-        ids, scored = _right_padded([pair.context + pair.text[:-1] for pair in pairs], model.device)
-        for row, pair in enumerate(pairs):
-            scored[row, : len(pair.context) - 1] = False
-        ctx, scores = LoopContext(), {}
+        model, scores = self.model, {}
+        ids, scored = _rows(pairs, model.device)
+        ctx = LoopContext()
         with autocast(model.device, self.dtype):
             for k, h in enumerate(model.states(ids, ctx, Depth(max(self.depths)))):
                 if k in self.depths:
-                    scores[k] = _scores(model.head(model.coda(h, ctx)[scored]), pairs)
+                    scores[k] = _scores(model.head(model.coda(h, ctx)[scored]), pairs, k)
         return scores
+
+
+class Halting:
+    """All tokens in one pass, each of which leaves the loop on its own, after exit.steps at the latest."""
+
+    def __init__(self, model: RecurrentDepthModel, exit: Exit, dtype: torch.dtype) -> None:
+        self.model, self.exit, self.dtype = model, exit, dtype
+
+    @torch.inference_mode()
+    def __call__(self, pairs: Sequence[Pair]) -> dict[int, list[Score]]:
+        model = self.model
+        ids, scored = _rows(pairs, model.device)
+        ctx = LoopContext(cache=halting_cache(model, self.exit, *ids.shape))
+        with autocast(model.device, self.dtype):
+            logits, depths = run_halting(model, ids, ctx, self.exit)
+        return {self.exit.steps: _scores(logits[scored], pairs, depths[scored])}
 
 
 class TokenByToken:
@@ -119,8 +137,16 @@ class TokenByToken:
         for depth in self.depths:
             with autocast(model.device, self.dtype):
                 logits = forced_logits(model, prompt, text, self.strategy, steps=depth, real=real)
-            scores[depth] = _scores(logits[scored], pairs)
+            scores[depth] = _scores(logits[scored], pairs, depth)
         return scores
+
+
+def _rows(pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids (B, T) of contexts with their texts, which the last token ends unread; and which of them predict a text."""
+    ids, scored = _right_padded([pair.context + pair.text[:-1] for pair in pairs], device)
+    for row, pair in enumerate(pairs):
+        scored[row, : len(pair.context) - 1] = False
+    return ids, scored
 
 
 def _right_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -131,11 +157,11 @@ def _right_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[
     return ids, torch.arange(longest, device=device) < lengths[:, None]
 
 
-def _scores(logits: Tensor, pairs: Sequence[Pair]) -> list[Score]:
-    """From the logits (N, V) of all texts, one after the other."""
+def _scores(logits: Tensor, pairs: Sequence[Pair], steps: Tensor | int) -> list[Score]:
+    """From the logits (N, V) of all texts, one after the other, and the steps (N,) that they took."""
     targets = torch.tensor([token for pair in pairs for token in pair.text], device=logits.device)
-    nats = F.cross_entropy(logits.float(), targets, reduction="none").double().cpu()
-    hits = (logits.argmax(-1) == targets).cpu()
-    lengths = [len(pair.text) for pair in pairs]
-    parts = zip(nats.split(lengths), hits.split(lengths), strict=True)
-    return [Score(-of_text.sum().item(), bool(hit.all())) for of_text, hit in parts]
+    log_probs = -F.cross_entropy(logits.float(), targets, reduction="none").double()
+    hits = logits.argmax(-1) == targets
+    steps = torch.as_tensor(steps, device=logits.device).expand(len(targets))
+    parts = (x.cpu().split([len(pair.text) for pair in pairs]) for x in (log_probs, hits, steps))
+    return [Score(p.sum().item(), bool(hit.all()), int(n.sum())) for p, hit, n in zip(*parts, strict=True)]

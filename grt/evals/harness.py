@@ -23,10 +23,15 @@ BOOTSTRAPS = 1000  # for the standard error of what is no mean over items (LAMBA
 
 
 class HarnessModel(TemplateLM):
-    """One depth of a model, as lm-eval sees it. progress: told how many requests are done, of how many."""
+    """One depth of a model, as lm-eval sees it. progress: told how many requests are done, of how many.
+
+    tokens, steps: how many were predicted so far, and the passes through the core behind them. truncated: requests that
+    have lost the start of their context.
+    """
 
     def __init__(self, scores: Scores, depth: int, tokenizer: Tokenizer, progress: Progress) -> None:
         super().__init__()
+        self.tokens = self.steps = self.truncated = 0
         self.scores, self.depth, self.encode, self.eot, self.progress = (
             scores, depth, tokenizer.encode, tokenizer.eot, progress,
         )  # fmt: skip
@@ -39,7 +44,8 @@ class HarnessModel(TemplateLM):
         return self.encode(string).tolist()
 
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        return [*self._scores([Pair(context, text) for _, context, text in requests])]
+        scores = self._scores([Pair(context, text) for _, context, text in requests])
+        return [(score.log_prob, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [Pair([self.eot], self.tok_encode(request.args[0])) for request in requests]
@@ -49,7 +55,11 @@ class HarnessModel(TemplateLM):
         raise NotImplementedError("tasks for which a model has to write are refused when they are loaded")
 
     def _scores(self, pairs: list[Pair]) -> list[Score]:
-        return self.scores.of(pairs, self.depth, self.progress)
+        scores = self.scores.of(pairs, self.depth, self.progress)
+        self.tokens += sum(len(pair.text) for pair in pairs)
+        self.steps += sum(score.steps for score in scores)
+        self.truncated += sum(len(pair.context) + len(pair.text) > self.scores.T + 1 for pair in pairs)
+        return scores
 
 
 def evaluate_task(task: Task, model: HarnessModel, limit: int | None = None) -> dict[str, float | None]:

@@ -1,13 +1,14 @@
 """Scores that outlive the process: each is on the disk as soon as its batch is done, so a run that was killed goes on.
 
 One file holds what one way of scoring gave. Its name is the hash of everything that decides the numbers, which its
-first line spells out; then comes a line for each piece of a pair and each depth: [hash of the ids, depth, log_prob,
-greedy].
+first line spells out; then comes a line for each piece of a pair and each depth: [hash of the ids, depth, then what a
+Score holds].
 """
 
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,10 @@ class ScoreFile:
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         for line in lines[1:]:
             try:
-                key, depth, log_prob, greedy = json.loads(line)
+                key, depth, *score = json.loads(line)
             except ValueError:  # the end of a write that a kill cut off
                 continue
-            self.known[key, depth] = Score(log_prob, greedy)
+            self.known[key, depth] = Score(*score)
 
     def add(self, keys: Iterable[str], scores: dict[int, list[Score]]) -> None:
         """Scores at each depth, in the order of the keys."""
@@ -55,19 +56,14 @@ class ScoreFile:
 
 
 class Scores:
-    """Scores of any pairs at the depths of `scorer`, from the file or from the model of context T.
-
-    truncated: how many of the pairs asked for have lost a part of their context so far.
-    """
+    """Scores of any pairs at the depths of `scorer`, from the file or from the model of context T."""
 
     def __init__(self, scorer: Scorer, depths: Sequence[int], file: ScoreFile, T: int, batch_size: int | None) -> None:
         self.scorer, self.depths, self.file, self.T, self.batch_size = scorer, depths, file, T, batch_size
-        self.truncated = 0
 
     def of(self, pairs: Sequence[Pair], depth: int, progress: Progress) -> list[Score]:
         """One score a pair, in order."""
         cut = [[(key_of(piece), piece) for piece in pieces(pair, self.T)] for pair in pairs]
-        self.truncated += sum(len(pair.context) + len(pair.text) > self.T + 1 for pair in pairs)
         self._compute(dict(itertools.chain.from_iterable(cut)), progress)
         return [whole([self.file.known[key, depth] for key, _ in of_pair]) for of_pair in cut]
 
@@ -84,4 +80,5 @@ class Scores:
 
 def whole(parts: Sequence[Score]) -> Score:
     """The score of a pair that was scored in pieces."""
-    return Score(sum(part.log_prob for part in parts), all(part.greedy for part in parts))
+    log_probs, greedy, steps = zip(*parts, strict=True) if parts else ((), (), ())
+    return Score(math.fsum(log_probs), all(greedy), sum(steps))
