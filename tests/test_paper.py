@@ -103,6 +103,17 @@ def test_latex():
     )
 
 
+def test_cells_that_latex_or_markdown_would_take_for_their_own():
+    """LaTeX: an argument of the row's end before it, a dash for a bar; Markdown: a further column or row."""
+    table = Table("a sweep#1", "", ("[m]", "*"), [("[1] x|y", "[2]"), ("*z", "**a*b**"), ("", "two\nlines")])
+    body = table.latex().splitlines()
+    assert body[3] == r"  \label{a-sweep-1}"
+    assert [line.strip() for line in (body[6], *body[8:11])] == [
+        r"{}[m] & * \\", r"{}[1] x\textbar{}y & [2] \\", r"{}*z & \textbf{a*b} \\", r"& two lines \\",
+    ]  # fmt: skip
+    assert table.markdown().splitlines()[4:] == [r"| [1] x\|y | [2] |", "| *z | **a*b** |", "|  | two lines |"]
+
+
 def test_a_report_is_the_same_bytes_again(tmp_path):
     found = Report("Title", [TABLE], {"fig_x": lambda axes: axes.plot([1, 2], [2, 1])}, ["A note."])
     paths = found.write(tmp_path, "name")

@@ -22,7 +22,8 @@ class Table:
 
     def markdown(self) -> str:
         rule = "|".join("---" if i == 0 else "---:" for i in range(len(self.columns)))
-        lines = [f"| {' | '.join(row)} |" for row in [self.columns, *self.rows]]
+        cells = [[cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in [self.columns, *self.rows]]
+        lines = [f"| {' | '.join(row)} |" for row in cells]
         return "\n".join([self.caption, "", lines[0], f"|{rule}|", *lines[1:], ""])
 
     def csv(self) -> str:
@@ -32,16 +33,17 @@ class Table:
         return out.getvalue()
 
     def latex(self) -> str:
-        body = [f"    {' & '.join(map(_escape, row))} \\\\" for row in self.rows]
+        head, *body = [f"    {_latex_row(row)}" for row in [self.columns, *self.rows]]
+        label = re.sub(r"[^\w:.+-]", "-", self.name.replace("_", ":", 1))
         return "\n".join(
             [
                 r"\begin{table}[t]",
                 r"  \centering",
                 f"  \\caption{{{_escape(self.caption)}}}",
-                f"  \\label{{{self.name.replace('_', ':', 1)}}}",
+                f"  \\label{{{label}}}",
                 f"  \\begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}",
                 r"    \toprule",
-                f"    {' & '.join(map(_escape, self.columns))} \\\\",
+                head,
                 r"    \midrule",
                 *body,
                 r"    \bottomrule",
@@ -52,14 +54,22 @@ class Table:
         )
 
 
+BOLD = re.compile(r"\*\*(.+?)\*\*")
 LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "±": r"$\pm$", "×": r"$\times$",
          "`": "", "<": r"$<$", ">": r"$>$", "^": r"\^{}", "−": "$-$", "$": r"\$", "{": r"\{", "}": r"\}",
-         "~": r"\textasciitilde{}"}  # fmt: skip
+         "~": r"\textasciitilde{}", "|": r"\textbar{}", "\n": " "}  # fmt: skip
 
 
 def _escape(text: str) -> str:
-    escaped = "".join(LATEX.get(character, character) for character in text)
-    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", escaped)
+    """`text` in LaTeX, with what stands between two ** in bold."""
+    parts = ["".join(LATEX.get(character, character) for character in part) for part in BOLD.split(text)]
+    return "".join(f"\\textbf{{{part}}}" if i % 2 else part for i, part in enumerate(parts))
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    row = f"{' & '.join(map(_escape, cells))} \\\\"
+    # What begins so, the \\ or \toprule before it would take for its own argument.
+    return "{}" + row if row.lstrip().startswith(("[", "*")) else row
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """The nano study on two pages: what was run and where, what came out, which of the paper's claims it bears on."""
 
-import json
 from collections.abc import Sequence
 
 from grt.config import RunConfig
@@ -81,8 +80,7 @@ def notes(results: Results) -> list[str]:
     tokens = config.train.steps * config.train.tokens_per_step / 1e6
     machines = set()
     for run in results.runs.values():
-        environment = json.loads((run.folder / "env.json").read_text(encoding="utf-8"))
-        machines.add(f"{environment['cpu']}, {environment['threads']} threads, torch {environment['torch']}")
+        machines.add("{cpu}, {threads} threads, torch {torch}".format(**run.environment))
     return [
         f"Recipe: {config.train.steps:,} steps of {config.train.tokens_per_step:,} bytes of the `{config.data.path}` "
         f"corpus ({tokens:.2f} M), width {config.model.d_model}, context {config.model.context}, AdamW and cosine as "
