@@ -218,6 +218,15 @@ def test_one_time_limit_for_all_that_are_named(config, tmp_path, monkeypatch):
     assert given == [(0, 10.0), (1, 6.0)]
 
 
+def test_threads_of_those_that_are_named(sweep, config, monkeypatch):
+    given = []
+    monkeypatch.setattr(slurm, "train_and_collect", lambda c, *where: given.append(c.train.threads) or 0)
+    seven = config_hash(change(config, train={"seed": 7, "steps": 5}))
+    for more in (["--threads", "3"], []):
+        assert cli.main(asked(sweep, "--only", seven, *more)) == 0
+    assert given == [3, 0]
+
+
 def test_a_prefix_of_several_trains_none(config, tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "train_and_collect", None)
     configs = [change(config, train={"seed": seed}) for seed in range(17)]  # of 17 hashes two begin alike

@@ -86,12 +86,17 @@ class Report:
         parts += [f"![{name}]({name}.png)\n" for name in self.figures]
         return "\n".join([*parts, *(f"{note}\n" for note in self.notes)])
 
-    def write(self, folder: Path, name: str) -> list[Path]:
-        """name.md with everything and a PNG of each figure; CSV and LaTeX of each table in tables/. Their paths."""
-        (folder / "tables").mkdir(parents=True, exist_ok=True)
+    def files(self, name: str) -> dict[str, str]:
+        """Path -> text: name.md with everything, CSV and LaTeX of each table in tables/."""
         files = {f"{name}.md": self.markdown()}
         for table in self.tables:
             files |= {f"tables/{table.name}.csv": table.csv(), f"tables/{table.name}.tex": table.latex()}
+        return files
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """`files`, and a PNG of each figure. Their paths."""
+        (folder / "tables").mkdir(parents=True, exist_ok=True)
+        files = self.files(name)
         for path, text in files.items():
             replace_file(folder / path, text)
         pictures = [_draw(draw, folder / f"{figure}.png") for figure, draw in self.figures.items()]
