@@ -160,7 +160,10 @@ def test_a_figure_that_fails_leaves_the_old_one(tmp_path):
         (["run", "tab_main", "--only", "", "--seeds", "1"], "--only '' names 7 runs: give more of the hash"),
         (["run"], "no experiment is named: give one of learning_rates, tab_main, "),
         (["build", "--seeds", "1"], "or all, or a file with RUNS(scale, seeds)."),
-        (["run", "all", "--sbatch", "--only", "a"], "--sbatch prints an array of all that is missing: leave --only out"),
+        (
+            ["run", "all", "--sbatch", "--only", "a"],
+            "--sbatch prints an array of all that is missing: leave --only out",
+        ),
         (["run", "all", "--only", "a", "--only=b"], "--only is given more than once: give it once, with all hashes"),
         (["run", "tab_hyperparams", "--sbatch"], "there are no runs at scale nano: nothing to submit."),
         (["paint"], "'paint' is nothing that grt paper does: choose one of list, run, build."),
@@ -199,7 +202,9 @@ def test_a_run_whose_name_is_no_folder(capsys, tmp_path, name):
     file.write_text(f"from grt.config import RunConfig\nRUNS = lambda scale, seeds: [RunConfig(name={name!r})]\n")
     for action in ("run", "build"):
         said = refused(capsys, action, file, "--results", tmp_path)
-        assert said.startswith(f"RUNS(scale, seeds) of {file} names a run {name!r}: as it names a folder, give it up to")
+        assert said.startswith(
+            f"RUNS(scale, seeds) of {file} names a run {name!r}: as it names a folder, give it up to"
+        )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +212,10 @@ def test_a_run_whose_name_is_no_folder(capsys, tmp_path, name):
     [
         ("None", "build(results) of FILE returns NoneType: return a Report (grt.paper.report)."),
         ("Report('T', None)", "FILE builds a report that is not all text (TypeError: "),
-        ("Report('T', [Table('t', '', ['a'], [[3.5]])])", "FILE builds a report that is not all text (AttributeError: "),
+        (
+            "Report('T', [Table('t', '', ['a'], [[3.5]])])",
+            "FILE builds a report that is not all text (AttributeError: ",
+        ),
         ("Report('T', [], {'fig': lambda axes: 1 / 0})", "FILE, line 3 cannot draw fig (ZeroDivisionError: division"),
         ("Report('T', [], {'fig': lambda axes: axes.set_title('$a_$')})", "FILE cannot draw fig (ValueError: "),
     ],

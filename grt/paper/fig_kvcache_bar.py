@@ -55,6 +55,8 @@ def build(results: Results) -> Report:
     )
     notes = [
         f"Made by `{COMMAND}`.",
+        "SE is that of a row's own value, over windows and items. All rows read the same ones, so that a difference "
+        "may be surer than it says; how sure was not measured.",
         "The paper: a mean of the steps is best and the last step's worst, by differences below its standard error "
         "(0.47 points on HellaSwag).",
     ]
