@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from grt.config import RunConfig
+from grt.config import RunConfig, config_hash
 from grt.paper import ablation_ladder, depth_tasks, equal_flops, fixed_depth, learning_rates, tab_main, tab_seeds
 from grt.paper.compare import NOT_RUN, SPREAD, VERDICTS
 from grt.paper.report import Report, Table
@@ -88,7 +88,7 @@ def notes(results: Results) -> list[str]:
         f"Machines: {'; '.join(sorted(machines)) or NOT_RUN}.",
         f"How far it carries: {tokens} tokens a run and {len(results.seeds)} seeds at most, where the paper trains on "
         "ten billion. What is undecided here is undecided, and what holds or fails here may do otherwise there. The "
-        "column `smallest that could show` is half the interval: a true difference below it would usually not have been seen.",
+        "column `smallest that could show` is half the interval: a true difference below it would usually not be seen.",
         f"Made by `grt paper build all --scale {results.scale}` from the runs alone; `grt paper run all --scale "
         f"{results.scale}` trains what is missing.",
     ]
@@ -96,10 +96,10 @@ def notes(results: Results) -> list[str]:
 
 def rates(results: Results) -> str:
     """Where the learning rates come from, as far as it has got."""
-    sweep = learning_rates.RUNS(results.scale, results.seeds)
+    sweep = {config_hash(config) for config in learning_rates.RUNS(results.scale, results.seeds)}
     if not sweep:
         return "Learning rates and gate bias are the paper's."
-    done = sum(results.get(config) is not None for config in sweep)
+    done = len(sweep & results.runs.keys())
     bias = tab_main.configs(results.scale, "isoflop")["grt"].model.gate_bias
     return (
         f"The learning rates in use, and GRT's gate bias of {bias:+g} (the paper's: +4), are decided by the sweep in "
