@@ -84,7 +84,7 @@ class Stream:
         self.model, self.sampling, self.stop_ids = model, sampling or Sampling(), frozenset(stop_ids)
         if max_new_tokens is None:
             room = model.config.context - (0 if crop else max(map(len, prompts), default=0))
-            max_new_tokens = max(room, 0)
+            max_new_tokens = max(room, 1)  # where there is no room, the decoder says so
         self.max_new_tokens = self.left = max_new_tokens
         if crop:
             self.decoder = Window(model, prompts, depth=depth)
