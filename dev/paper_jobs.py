@@ -1,16 +1,15 @@
-"""Two runs at once against one after the other: training tokens per second of `grt paper run` both ways.
+"""Two runs at once against one after the other: training throughput of `grt paper run` both ways.
 
     python dev/paper_jobs.py [STEPS [TURNS]]
 
 Trains two seeds of grt-nano for STEPS steps with the engine itself, in a temporary folder, TURNS times in each way (the
-order of the ways turns round every time), and prints one JSON line. Tokens per second are those of both runs together,
-from the `seconds` of their metrics.jsonl without the first WARM steps: of both added up where they follow one another,
-of the slower one where they are at once. Processes that start, validate and collect are left out. The machine should do
-nothing else.
+order of the ways turns round every time), and prints one JSON line. `seconds` are those of each run's training, from
+its metrics.jsonl without the first WARM steps: processes that start, validate and collect are left out. The machine
+should do nothing else. Medians of throughput (tokens of both runs per second):
 
-`at_once / one_after_the_other` is what --jobs 2 gains over --jobs 1, whose runs have all threads each.
-`at_once / twice_on_half` holds it to a run that has its half of the threads and the machine to itself: what is below 1
-is lost to the neighbour.
+`at_once / one_after_the_other`: what --jobs 2 gains over --jobs 1, whose runs have all threads each.
+`at_once / alone`: held to runs that have half of the threads and the machine to themselves, as if two of those did not
+disturb one another; what is below 1 is lost to the neighbour.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from grt.config import RunConfig
 from grt.paper.engine import Engine, cores
 from grt.paper.recipes import nano, with_seeds
 from grt.paper.results import Results
@@ -29,38 +29,50 @@ from grt.train.log import read_metrics
 
 SEEDS = (1, 2)
 WARM = 5  # steps
-WAYS = {"one_after_the_other": (1, cores()), "at_once": (2, cores()), "on_half": (1, cores() // 2)}  # jobs, threads
+# name -> jobs, threads, what two runs take together
+WAYS = {
+    "one_after_the_other": (1, cores(), sum),
+    "at_once": (2, cores(), max),
+    "alone": (1, cores() // 2, max),
+}
 
 
-def tokens_per_s(jobs: int, threads: int, steps: int, folder: Path) -> float:
-    config = change(nano("grt"), train={"steps": steps, "eval_windows": 1, "checkpoint_every": steps})
-    configs = with_seeds([config], SEEDS)
+def seconds(jobs: int, threads: int, steps: int, folder: Path) -> list[float]:
+    """Of each seed's training."""
+    configs = with_seeds([config(steps)], SEEDS)
     engine = Engine(configs, Results(folder / "results", "nano", SEEDS), folder / "runs", jobs, threads)
     with contextlib.redirect_stdout(sys.stderr):
         if engine.run():
             raise SystemExit("a run failed, as told above.")
-    seconds = []
-    for config in configs:
-        rows = read_metrics(run_folder(folder / "runs", config) / "metrics.jsonl")
+    found = []
+    for run in configs:
+        rows = read_metrics(run_folder(folder / "runs", run) / "metrics.jsonl")
         at = {row["step"]: row["seconds"] for row in rows if row["kind"] == "train"}
-        seconds.append(at[steps] - at[WARM])
-    tokens = len(SEEDS) * (steps - WARM) * config.train.tokens_per_step
-    return tokens / (sum(seconds) if jobs == 1 else max(seconds))
+        found.append(at[steps] - at[WARM])
+    return found
+
+
+def config(steps: int) -> RunConfig:
+    return change(nano("grt"), train={"steps": steps, "eval_windows": 1, "checkpoint_every": steps})
 
 
 def measure(steps: int, turns: int) -> dict:
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     for turn in range(turns):
         for way in list(WAYS)[:: -1 if turn % 2 else 1]:
+            jobs, threads, _ = WAYS[way]
             with tempfile.TemporaryDirectory() as folder:
-                found[way].append(tokens_per_s(*WAYS[way], steps, Path(folder)))
-    ways = zip(*found.values(), strict=True)
-    ratios = [(at_once / after, at_once / (2 * half)) for after, at_once, half in ways]
-    over_after, over_half = (median(ratio) for ratio in zip(*ratios, strict=True))
+                found[way].append(seconds(jobs, threads, steps, Path(folder)))
+    tokens = len(SEEDS) * (steps - WARM) * config(steps).train.tokens_per_step
+    rates = {way: [tokens / together(both) for both in found[way]] for way, (_, _, together) in WAYS.items()}
     return {
-        "cores": cores(), "steps": steps, "tokens_per_s": found,
-        "ratios": {"at_once / one_after_the_other": over_after, "at_once / twice_on_half": over_half},
+        "cores": cores(), "steps": steps, "seconds": found, "tokens_per_s": rates,
+        "ratios": {f"at_once / {way}": ratio(rates["at_once"], rates[way]) for way in WAYS if way != "at_once"},
     }  # fmt: skip
+
+
+def ratio(a: list[float], b: list[float]) -> float:
+    return median(x / y for x, y in zip(a, b, strict=True))
 
 
 if __name__ == "__main__":

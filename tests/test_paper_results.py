@@ -224,7 +224,7 @@ def test_threads_of_those_that_are_named(sweep, config, monkeypatch):
     seven = config_hash(change(config, train={"seed": 7, "steps": 5}))
     for more in (["--threads", "3"], []):
         assert cli.main(asked(sweep, "--only", seven, *more)) == 0
-    assert given == [3, 0]
+    assert given == [3, config.train.threads] == [3, 1]
 
 
 def test_a_prefix_of_several_trains_none(config, tmp_path, monkeypatch):

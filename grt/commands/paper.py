@@ -28,7 +28,7 @@ class Run:
     jobs: int = 1
     """Runs at a time; they divide the threads among them."""
     threads: int = 0
-    """CPU threads of all runs together; 0: as many as there are cores."""
+    """CPU threads of all runs together; 0: as many as there are cores (with --only: as each run's config says)."""
     max_time: str = ""
     """Save and leave after this long, with exit code 0: 170m, 2h, 90s."""
     only: list[str] = field(default_factory=list)
@@ -105,8 +105,9 @@ def run_run(arguments: list[str]) -> int:
         print(array_script(configs, results, ["grt", "paper", "run", *without(arguments, "--sbatch")]), end="")
         return 0
     if command.only:
-        threaded = [change(config, train={"threads": command.threads}) for config in configs]
-        return train_only(threaded, command.only, results, runs, seconds)
+        if command.threads:
+            configs = [change(config, train={"threads": command.threads}) for config in configs]
+        return train_only(configs, command.only, results, runs, seconds)
     return Engine(configs, results, runs, command.jobs, command.threads or cores()).run(seconds)
 
 
