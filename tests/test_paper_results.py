@@ -123,6 +123,7 @@ def test_damage_beside_a_result_is_named(run, tmp_path, capsys, name):
             path = path.with_name("result.json")
         said = refused(capsys, "build", "study", "--results", tmp_path)
         assert said.startswith(str(path)) and said.endswith(": remove its folder and run it again.")
+        assert said.count(": remove") == 1 and ": give" not in said and ": restore" not in said
         path = path.with_name(name)
 
 

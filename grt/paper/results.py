@@ -6,6 +6,7 @@ depth on the first 256 validation windows, and what the run cost. It appears who
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,8 @@ def read(folder: Path) -> Result:
     try:
         config = load(folder / "config.json")
     except ConfigError as error:
-        raise ConfigError(f"{str(error).partition(': restore')[0].rstrip('.')}: {remedy}.") from None
+        what = re.split(r"\.$|: (?:give|restore) ", str(error))[0]  # its own remedy is for other files
+        raise ConfigError(f"{what}: {remedy}.") from None
     path = folder / "env.json"
     try:
         environment = json.loads(path.read_text(encoding="utf-8"))
