@@ -135,7 +135,8 @@ def test_a_sweep_is_trained_once_and_built_alike(sweep, tmp_path, capsys, forked
                    steps=8)  # fmt: skip
     assert cli.main(asked(tmp_path, "run", "--jobs", "2", "--threads", "2")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(forked) == 3 and [process.beside for process in forked] == [0, 1, 1]
+    assert len(forked) == 3 and [process.beside for process in forked[:2]] == [0, 1]
+    assert forked[2].beside <= 1  # the two before may end within one look
     assert len([x for x in lines if x.endswith(": started (3 of 3 left)")]) == 2
     assert lines[-1].endswith(" s (0 of 3 left)")
     folders = sorted((tmp_path / "results" / "nano" / "runs").iterdir())
