@@ -78,8 +78,9 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
             wanted = {"labels": labels, "num_steps": num_steps, "output_hidden_states": output_hidden_states}
             check_halting(wanted | {"output_attentions": output_attentions})
             ids, mask = checked(input_ids, attention_mask, held.get_seq_length(), others)
-            logits = halted(self.loop, ids, mask, held, last=logits_to_keep == 1)
-            result = CausalLMOutputWithPast(logits=_kept(logits, logits_to_keep), **{CACHE: held})
+            logits = halted(self.loop, ids, mask, held, last=isinstance(logits_to_keep, int) and logits_to_keep == 1)
+            fields: dict[str, Any] = {CACHE: held}
+            result = CausalLMOutputWithPast(logits=_kept(logits, logits_to_keep), **fields)
             return result.to_tuple() if return_dict is False else result
         output = self.model(
             input_ids, attention_mask, cache, past_key_values, use_cache, num_steps, output_hidden_states,
