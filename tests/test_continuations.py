@@ -59,9 +59,13 @@ def assert_close(got, want, tolerance=1e-5):
         assert got[name][1:] == one[1:], name
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "dense"])
 def test_at_once_is_one_plain_pass_a_pair(tiny, method):
-    model, pairs, depths = tiny(method, dtype=torch.float32), pairs_of(20), [0, 1, 3]
+    if method == "dense":
+        model, depths = tiny("ladder", "4L", dtype=torch.float32), [0]
+    else:
+        model, depths = tiny(method, "1+1x3+1", dtype=torch.float32), [0, 1, 3]
+    pairs = pairs_of(12)
     likely = [model(torch.tensor([context[:T]]))[0, -1].argmax().item() for context, _ in pairs[:5]]
     pairs += [Pair(pair.context, [token]) for pair, token in zip(pairs, likely, strict=False)]
     want = {}
@@ -81,7 +85,7 @@ CASES = [*(("grt", strategy) for strategy in STRATEGIES), ("mor", "first"), ("po
 
 @pytest.mark.parametrize(("method", "strategy"), CASES)
 def test_token_by_token_in_a_batch_is_each_alone(tiny, method, strategy):
-    model, pairs, depths = tiny(method, dtype=torch.float32, spread=0.5), pairs_of(12, seed=1), [1, 3]
+    model, pairs, depths = tiny(method, "1+1x3+1", dtype=torch.float32, spread=0.5), pairs_of(7, seed=1), [1, 3]
     got = scores_of(TokenByToken(model, depths, torch.float32, strategy), pairs, 4)
     for i, (context, text) in enumerate(pairs):
         for depth in depths:
