@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from grt.config import RunConfig
+from grt.data.tasks import open_task
 from grt.paper.compare import NOT_RUN
 from grt.paper.fixed_depth import SAMPLED
 from grt.paper.recipes import METHODS, with_seeds
@@ -18,20 +19,21 @@ from grt.paper.results import Result, Results
 from grt.paper.statistics import below, summary
 from grt.presets import change, preset
 
-TASKS = {"p-hop, 4 hops": "task:p-hop:4", "p-hop, 8 hops": "task:p-hop:8", "addition, 2 to 6": "task:addition:6"}
+TASKS = {"p-hop, 3 hops": "task:p-hop:3", "p-hop, 4 hops": "task:p-hop:4", "addition, 2 operands": "task:addition:2"}
+HARDEST = "p-hop, 4 hops"
 ROWS = ("dense", "dense-3L", *METHODS, *(f"{name}-fixed" for name in SAMPLED))
 
 
 def config(name: str, task: str) -> RunConfig:
-    """Width 64, 64 tokens, 32 sequences a step in one slot, 2,000 steps."""
+    """Width 64, 64 tokens, 32 sequences a step in one slot, 3,000 steps."""
     base, _, variant = name.partition("-")
     found = change(
         preset(f"{base}-nano"),
         model={"d_model": 64, "n_heads": 4, "context": 64, "gate_bias": 4.0},
         data={"path": task},
-        optim={"lr": 1e-3, "warmup_steps": 100},
+        optim={"lr": 2e-3, "warmup_steps": 100},
         train={
-            "steps": 2000, "tokens_per_step": 32 * 64, "batch_size": 32, "dtype": "fp32", "eval_every": 500,
+            "steps": 3000, "tokens_per_step": 32 * 64, "batch_size": 32, "dtype": "bf16", "eval_every": 500,
             "eval_windows": 256, "checkpoint_every": 500, "keep": 1,
         },
     )  # fmt: skip
@@ -59,15 +61,26 @@ def build(results: Results) -> Report:
     tables.append(claims(results))
     figures = {"depth_tasks": lambda axes: draw(axes, results)}
     notes = [
-        "p-hop: a hop may land where it began, so that fewer hops are often enough; printing the letter itself is "
-        "right more often than one time in four. Addition counts exact sums, mean over the numbers of operands."
+        "p-hop: a hop may land where it began, so that fewer hops are often enough and printing the letter itself is "
+        "right more often than one time in four. Addition counts exact sums, mean over the numbers of operands. "
+        "One learning rate for all rows: with 4 hops, GRT was ahead at 2e-3 of itself at 1e-3 after 1,000 steps."
     ]
     return Report("Depth tasks", tables, figures, notes)
 
 
+def copied(task: str) -> float:
+    """Of the answers of p-hop, how many an output equal to the input gets right."""
+    run = config("grt", task)
+    split = open_task(task, "bytes").splits["val"]
+    right = []
+    for ids, targets in (split.window(i, run.model.context) for i in range(run.train.eval_windows)):
+        right += [ids[span.start] == targets[span.start] for span in split.spans(ids)]
+    return sum(right) / len(right)
+
+
 def accuracy_table(label: str, task: str, results: Results) -> Table:
     depths = range(7)
-    body = []
+    body = [["the letter itself", *[""] * len(depths), f"{copied(task):.3f}", "", ""]] if "p-hop" in task else []
     for name in ROWS:
         runs = list(results.by_seed(config(name, task)).values())
         if not runs:
@@ -109,8 +122,8 @@ def claims(results: Results) -> Table:
 
 
 def draw(axes: Any, results: Results) -> None:
-    """Accuracy over depth on the hardest p-hop; dense models as lines across."""
-    task = TASKS["p-hop, 8 hops"]
+    """Accuracy over depth on the hardest task that is learned; dense models as lines across."""
+    task = TASKS[HARDEST]
     for i, name in enumerate(ROWS):
         runs = list(results.by_seed(config(name, task)).values())
         if not runs:
@@ -122,7 +135,7 @@ def draw(axes: Any, results: Results) -> None:
         else:
             axes.plot(depths, means, marker="o", ms=3, color=f"C{i}", label=name)
     axes.set_xlabel("depth")
-    axes.set_ylabel("accuracy, 8 hops")
+    axes.set_ylabel(f"accuracy, {HARDEST}")
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend(fontsize=7)
