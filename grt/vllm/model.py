@@ -22,11 +22,11 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.sequence import IntermediateTensors
 
 from grt.hf.config import GRTConfig
-from grt.methods import build_model
 from grt.model.block import Stack, project
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.recurrent import last_of
+from grt.model.rule import last_of
+from grt.vllm.limits import without_weights
 
 
 class PagedAttention(nn.Module):
@@ -56,22 +56,21 @@ class PagedAttention(nn.Module):
 
 @support_torch_compile
 class GRTModel(nn.Module):
-    """The loop without the head. ConfigError for a depth (num_steps) that this model cannot run."""
+    """The loop without the head."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config: GRTConfig = vllm_config.model_config.hf_config
         layout, steps = config.blocks, config.num_steps
-        with torch.device("meta"):  # nobody needs its initial weights
-            self.recurrent = build_model(config.recurrent)
-        self.recurrent.to_empty(device=torch.get_default_device())
-        self.recurrent.check_depth(steps, least=1)
+        self.recurrent = without_weights(config).eval().to_empty(device=torch.get_default_device())
         self.depth = Depth(steps)
         self.recurrent.embed.tokens = VocabParallelEmbedding(config.vocab_size, config.d_model)
         coda = layout.p + steps * layout.n
         self._adapt(self.recurrent.prelude, vllm_config, [[i] for i in range(layout.p)])
         self._adapt(self.recurrent.core, vllm_config, [range(layout.p + i, coda, layout.n) for i in range(layout.n)])
         self._adapt(self.recurrent.coda, vllm_config, [[coda + i] for i in range(layout.c)])
+        # Once before the compiler comes: a rule may keep for all passes what the first one makes (a table of starts).
+        self.recurrent.rule.start(torch.empty(1, config.d_model), LoopContext(positions=torch.zeros(1, dtype=torch.long)))
 
     def _adapt(self, stack: Stack, vllm_config: VllmConfig, slots: Sequence[Sequence[int]]) -> None:
         """Give a section's blocks vLLM's linears and attention."""
