@@ -8,6 +8,7 @@ from grt.config import ConfigError
 from grt.hf.config import GRTConfig
 from grt.methods import build_model
 from grt.model.recurrent import RecurrentDepthModel
+from grt.vllm.memory import modest_cache
 
 SHARING = ("full", "first:all")
 
@@ -55,3 +56,4 @@ class Limits(VerifyAndUpdateConfig):
             raise ConfigError("pipeline-parallel-size is above 1, and a loop is not cut into stages: leave it out.")
         if vllm_config.quant_config is not None:
             raise ConfigError("quantization is not supported for grt's models: leave it out.")
+        modest_cache(vllm_config)
