@@ -1,7 +1,14 @@
-"""What the tests of the vLLM plug-in share: engines in this process, and text by our own decoder beside theirs."""
+"""What the tests of the vLLM plug-in share: engines in this process, servers, and text by our own decoder beside theirs."""
 
 import gc
 import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,3 +64,64 @@ def ours(model: RecurrentDepthModel, prompts: Sequence[Sequence[int]], new: int,
         stream = Stream(model, [prompt], max_new_tokens=new, sampling=Sampling(temperature=0), **options)
         rows.append([(drawn.token, drawn.logprob) for (drawn,) in stream if drawn is not None])
     return rows
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def vllm_command() -> list[str]:
+    return [str(Path(sys.executable).parent / "vllm")]
+
+
+class Server:
+    """`vllm serve`, with its output in the file `log`; as a context it runs, and answers."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, port: int = 0, cwd: Path | None = None) -> None:
+        import openai
+
+        self.port, self.log = port or free_port(), log
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ENABLE")}
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*vllm_command(), "serve", *arguments, "--port", str(self.port)],
+                stdout=out, stderr=out, cwd=cwd, env=environment, start_new_session=True,
+            )  # fmt: skip
+        self.client = openai.OpenAI(base_url=f"http://localhost:{self.port}/v1", api_key="none", max_retries=0)
+
+    def __enter__(self) -> "Server":
+        self.wait()
+        self.model = self.client.models.list().data[0].id
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait(self, seconds: float = 400) -> None:
+        """Until it answers."""
+        until = time.monotonic() + seconds
+        while "Application startup complete" not in (said := self.log.read_text(errors="replace")):
+            assert self.process.poll() is None and time.monotonic() < until, said[-3000:]
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def complete(self, prompt: str, **options: Any) -> Any:
+        """Greedily, 60 tokens unless told."""
+        return self.client.completions.create(
+            **({"model": self.model, "prompt": prompt, "max_tokens": 60, "temperature": 0} | options)
+        )
+
+    def metric(self, pattern: str) -> float:
+        """The sum of the server's metrics whose name and labels are like this."""
+        with urllib.request.urlopen(f"http://localhost:{self.port}/metrics") as answer:
+            text = answer.read().decode()
+        return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.M))
