@@ -1,16 +1,16 @@
 """`grt bench serve`: tokens per second of GRT and of dense models in vLLM, many requests at once.
 
 Contestants are GRT isoFLOP, our dense model of equal block executions, and vLLM's own GPT-2 of that size, with random
-weights. They take turns in one process: a turn is all requests, from the first prompt's arrival to the last token. Ratios are
-taken within each turn, and their median reported. GRT computes a little more than dense, for projection and gate: beside
-each ratio stands what the FLOPs of grt/model/cost.py make it, and the share of that which is reached.
+weights. They take turns in one process: a turn is all requests, from the first prompt's arrival to the last token.
+Ratios are taken within each turn, and their median reported. GRT computes a little more than dense, for projection and
+gate: beside each ratio stands its share of what the FLOPs of grt/model/cost.py would make it.
 """
 
 import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,20 +71,20 @@ def bench_serve(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = empty_report("serve", device, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     report |= {"size": size, "requests": requests, "prompt": prompt, "new": new, "kv": kv, "compiled": compiled}
-    seconds = alternate(engines, alternations, lambda turn: prompts_of(turn, requests, prompt, configs[1].vocab_size), new)
+    prompts = [prompts_of(turn, requests, prompt, configs[0].vocab_size) for turn in range(1 + alternations)]
+    seconds = alternate(engines, prompts, new)
     for name, times in seconds.items():
         speeds = sorted(requests * new / s for s in times)
         report["rows"].append(
             {"name": name, "tokens_per_s": statistics.median(speeds), "spread": [speeds[0], speeds[-1]]}
         )
     flops = [request_flops(config, prompt, new) for config in configs]
-    report["flops"] = {"per_request": dict(zip(("grt", "dense"), flops, strict=True)), "dense / grt": flops[1] / flops[0]}
-    report["of_flops"] = {}
+    report |= {"flops_per_request": dict(zip(("grt", "dense"), flops, strict=True)), "of_flops": {}}
     for name in seconds.keys() - {"grt"}:
         ratios = sorted(b / a for a, b in zip(seconds["grt"], seconds[name], strict=True))
         title = f"tokens/s, grt / {name}"
         report["ratios"][title], report["ratio_spreads"][title] = statistics.median(ratios), [ratios[0], ratios[-1]]
-        report["of_flops"][title] = report["ratios"][title] / report["flops"]["dense / grt"]
+        report["of_flops"][title] = report["ratios"][title] * flops[0] / flops[1]
     return report
 
 
@@ -93,16 +93,14 @@ def prompts_of(turn: int, requests: int, prompt: int, vocab_size: int) -> list[l
     return [[rng.randrange(vocab_size) for _ in range(prompt)] for _ in range(requests)]
 
 
-def alternate(
-    engines: Mapping[str, "Engine"], alternations: int, prompts: Callable[[int], list[list[int]]], new: int
-) -> dict[str, list[float]]:
-    """Seconds of each turn, by contestant, after one that warms up; who begins changes from turn to turn."""
+def alternate(engines: Mapping[str, "Engine"], prompts: list[list[list[int]]], new: int) -> dict[str, list[float]]:
+    """Seconds of each turn, by contestant; the first turn warms up, and who begins changes from one to the next."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     names = list(engines)
-    for turn in range(alternations + 1):
+    for turn, asked in enumerate(prompts):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
-            asked, start = prompts(turn), time.perf_counter()
+            start = time.perf_counter()
             made = engines[name].generate(asked, new)
             seconds[name].append(time.perf_counter() - start)
             assert all(len(row) == new for row in made)

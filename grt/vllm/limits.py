@@ -37,7 +37,7 @@ class Limits(VerifyAndUpdateConfig):
                 "exit lets tokens leave one by one, and vLLM takes all tokens of a batch equally deep: give num_steps."
             )
         if unknown := [name for name in given if not hasattr(GRTConfig(), name)]:
-            raise ConfigError(f"hf-overrides has {unknown[0]!r}, which is no field of a GRT model: give num_steps or kv.")
+            raise ConfigError(f"hf-overrides has {unknown[0]!r}, which no model has: give num_steps or kv.")
         if config.kv not in SHARING:
             raise ConfigError(f"kv is {config.kv!r}, and vLLM can share keys only as first:all: use that, or full.")
         if type(steps) is not int:

@@ -1,5 +1,5 @@
-"""How much memory vLLM takes for keys and values on a CPU, where nobody says: by itself it wants 92 % of the machine, and
-ends where something else has some of that.
+"""How much memory vLLM takes for keys and values on a CPU, where nobody says. By itself it wants 92 % of the machine,
+and ends where something else has some of that.
 """
 
 import psutil
@@ -17,7 +17,7 @@ def slots(config: GRTConfig) -> int:
 
 
 def modest_cache(vllm_config: VllmConfig) -> None:
-    """Room for as many requests as run at once, each as long as the context, in at most half of the memory that is free."""
+    """Room for as many requests as run at once, each as long as the context, but at most half of what is free."""
     cache, config = vllm_config.cache_config, vllm_config.model_config.hf_config
     told = cache.kv_cache_memory_bytes is not None or cache.gpu_memory_utilization != CacheConfig.gpu_memory_utilization
     if told or not current_platform.is_cpu():

@@ -1,6 +1,6 @@
-"""The recurrent loop of grt/model in vLLM. It is the same RecurrentDepthModel, rule and blocks included: what vLLM has of
-its own takes the place of the blocks' linears and attention and of the embedding. The tokens that vLLM puts together,
-of whatever requests, run through the loop as one row (T, d), at positions that need not follow one another.
+"""The recurrent loop of grt/model in vLLM. It is the same RecurrentDepthModel, rule and blocks included: what vLLM has
+of its own takes the place of the blocks' linears and attention and of the embedding. The tokens that vLLM puts
+together, of whatever requests, run through the loop as one row (T, d), at positions that need not follow one another.
 
 Keys and values are kept by vLLM, for each of its Attention objects. So each block has one for every step that it takes.
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -22,7 +21,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.sequence import IntermediateTensors
 
 from grt.hf.config import GRTConfig
-from grt.model.block import Stack, project
+from grt.model.block import Block, Stack, project
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
 from grt.model.rule import last_of
@@ -30,8 +29,8 @@ from grt.vllm.limits import without_weights
 
 
 class PagedAttention(nn.Module):
-    """A block's attention. slots: where in a pass the block is executed, once or in every step. shared: every step reads
-    the keys and values of the first (first:all)."""
+    """A block's attention. slots: where in a pass the block is executed, once or in every step. shared: every step
+    reads the keys and values of the first (first:all)."""
 
     def __init__(self, vllm_config: VllmConfig, slots: Sequence[int], shared: bool) -> None:
         super().__init__()
@@ -70,13 +69,15 @@ class GRTModel(nn.Module):
         self._adapt(self.recurrent.core, vllm_config, [range(layout.p + i, coda, layout.n) for i in range(layout.n)])
         self._adapt(self.recurrent.coda, vllm_config, [[coda + i] for i in range(layout.c)])
         # Once before the compiler comes: a rule may keep for all passes what the first one makes (a table of starts).
-        self.recurrent.rule.start(torch.empty(1, config.d_model), LoopContext(positions=torch.zeros(1, dtype=torch.long)))
+        nowhere = LoopContext(positions=torch.zeros(1, dtype=torch.long))
+        self.recurrent.rule.start(torch.zeros(1, config.d_model), nowhere)
 
     def _adapt(self, stack: Stack, vllm_config: VllmConfig, slots: Sequence[Sequence[int]]) -> None:
         """Give a section's blocks vLLM's linears and attention."""
         config: GRTConfig = vllm_config.model_config.hf_config
         for block, its_slots in zip(stack, slots, strict=True):
-            block.attn = PagedAttention(vllm_config, its_slots, config.kv == "first:all")
+            assert isinstance(block, Block)
+            block.attn = PagedAttention(vllm_config, its_slots, config.kv == "first:all")  # type: ignore[assignment]
             block.mlp.up = ColumnParallelLinear(config.d_model, 4 * config.d_model, return_bias=False)
             block.mlp.down = RowParallelLinear(4 * config.d_model, config.d_model, return_bias=False)
 
@@ -89,6 +90,7 @@ class GRTModel(nn.Module):
     ) -> Tensor:
         """ids and positions (T,) -> what the head reads, (T, d). The other two are for models that take part of a pass,
         or no ids."""
+        assert input_ids is not None
         ctx = LoopContext(positions=positions)
         h = last_of(self.recurrent.states(input_ids, ctx, self.depth))
         return self.recurrent.ln_f(self.recurrent.coda(h, ctx))

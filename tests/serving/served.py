@@ -1,4 +1,4 @@
-"""What the tests of the vLLM plug-in share: engines in this process, servers, and text by our own decoder beside theirs."""
+"""What the tests of the vLLM plug-in share: engines in this process, servers, and text by our own decoder."""
 
 import gc
 import os
@@ -20,7 +20,9 @@ from grt.infer.generate import Stream
 from grt.infer.sampling import Sampling
 from grt.model.recurrent import RecurrentDepthModel
 
-vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make vllm-test")
+WHERE = "vLLM has an environment of its own: make vllm-test"
+vllm = pytest.importorskip("vllm", reason=WHERE)
+openai = pytest.importorskip("openai", reason=WHERE)
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = list[tuple[int, float]]  # tokens, and the log-probability of each
@@ -52,7 +54,6 @@ def engine(folder: Path, **options: Any) -> Iterator[Greedy]:
         yield greedy
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
         cleanup_dist_env_and_memory()
         gc.collect()
 
@@ -80,8 +81,6 @@ class Server:
     """`vllm serve`, with its output in the file `log`; as a context it runs, and answers."""
 
     def __init__(self, arguments: Sequence[str], log: Path, port: int = 0, cwd: Path | None = None) -> None:
-        import openai
-
         self.port, self.log = port or free_port(), log
         environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ENABLE")}
         with log.open("wb") as out:

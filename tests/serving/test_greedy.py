@@ -1,5 +1,5 @@
-"""Served text is our own decoder's text: every method, depth and way of sharing keys, however vLLM cuts prompts into pieces
-and puts requests together."""
+"""Served text is our own decoder's text: every method, depth and way of sharing keys, however vLLM cuts prompts into
+pieces and puts requests together."""
 
 import random
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""`vllm serve` with OpenAI's client: texts whole and in pieces, stop strings, requests side by side, clients that go away
-or ask for too much; and what the README prints."""
+"""`vllm serve` with OpenAI's client: texts whole and in pieces, stop strings, requests side by side, clients that go
+away or ask for too much; and what the README prints."""
 
 import re
 import shlex
@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import openai
 import pytest
-from served import ROOT, Server, free_port, ours, vllm_command
+from served import ROOT, Server, free_port, openai, ours, vllm_command
 
 from grt.train.checkpoint import load_model
 
