@@ -3,7 +3,8 @@
 Contestants are GRT isoFLOP, our dense model of equal block executions, and vLLM's own GPT-2 of that size, with random
 weights. They take turns in one process: a turn is all requests, from the first prompt's arrival to the last token.
 Ratios are taken within each turn, and their median reported. GRT computes a little more than dense, for projection and
-gate: beside each ratio stands its share of what the FLOPs of grt/model/cost.py would make it.
+gate: beside each ratio stands its share of what the FLOPs of grt/model/cost.py would make it. Threads are as many as
+vLLM takes, one on a small CPU; OMP_NUM_THREADS says otherwise.
 """
 
 import json
@@ -44,6 +45,15 @@ def check(prompt: int, new: int, requests: int, alternations: int, context: int)
         raise ConfigError(f"--prompt {prompt} and --new {new} are more than the context, {context}: ask for fewer.")
 
 
+def engine_class() -> type["Engine"]:
+    """ConfigError where vLLM is not."""
+    try:
+        from grt.vllm.engine import Engine
+    except ModuleNotFoundError:
+        raise ConfigError("vLLM is not installed here: make vllm, then .venv-vllm/bin/grt bench serve.") from None
+    return Engine
+
+
 def contestants(configs: Sequence[ModelConfig], kv: str, peers: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Name -> what vLLM is told of the model; configs: GRT's and dense."""
     from grt.vllm.engine import gpt2, ours
@@ -60,12 +70,9 @@ def bench_serve(
     """The JSON document of the bench. peers, dense: our dense model in vLLM; gpt2: vLLM's own."""
     configs = pair_of(size)
     check(prompt, new, requests, alternations, configs[0].context)
-    try:
-        from grt.vllm.engine import Engine
-    except ModuleNotFoundError:
-        raise ConfigError("vLLM is not installed here: make vllm, then .venv-vllm/bin/grt bench serve.") from None
+    engine = engine_class()
     engines = {
-        name: Engine(document, configs[0], requests=requests, length=prompt + new, dtype=dtype, compiled=compiled)
+        name: engine(document, configs[0], requests=requests, length=prompt + new, dtype=dtype, compiled=compiled)
         for name, document in contestants(configs, kv, peers).items()
     }
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

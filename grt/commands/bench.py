@@ -176,8 +176,6 @@ class Serve:
     """Turns of each that count; one more warms up."""
     peers: list[Literal["dense", "gpt2"]] = field(default_factory=lambda: ["dense", "gpt2"])
     """dense: our dense model in vLLM; gpt2: vLLM's own GPT-2."""
-    threads: int = 0
-    """CPU threads; 0: as many as torch takes by itself."""
 
 
 def run_training(arguments: list[str]) -> None:
@@ -259,7 +257,6 @@ def run_serve(arguments: list[str]) -> None:
     command = parse(Serve, arguments, "bench serve")
     from grt.bench.serve import bench_serve, show
 
-    use_threads(command.threads)
     report = bench_serve(
         command.size, requests=command.requests, prompt=command.prompt, new=command.new, dtype=command.dtype,
         kv=command.kv, compiled=command.compile == "on", alternations=command.alternations, peers=command.peers,

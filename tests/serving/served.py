@@ -59,11 +59,12 @@ def engine(folder: Path, **options: Any) -> Iterator[Greedy]:
 
 
 def ours(model: RecurrentDepthModel, prompts: Sequence[Sequence[int]], new: int, **options: Any) -> list[Row]:
-    """What grt says, one prompt at a time; options: depth and kv."""
-    rows = []
-    for prompt in prompts:
-        stream = Stream(model, [prompt], max_new_tokens=new, sampling=Sampling(temperature=0), **options)
-        rows.append([(drawn.token, drawn.logprob) for (drawn,) in stream if drawn is not None])
+    """What grt says after each prompt; options: depth and kv."""
+    rows: list[Row] = [[] for _ in prompts]
+    for drawn in Stream(model, prompts, max_new_tokens=new, sampling=Sampling(temperature=0), **options):
+        for row, one in zip(rows, drawn, strict=True):
+            assert one is not None
+            row.append((one.token, one.logprob))
     return rows
 
 

@@ -1,6 +1,7 @@
 """`vllm serve` with OpenAI's client: texts whole and in pieces, stop strings, requests side by side, clients that go
 away or ask for too much; and what the README prints."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,40 +10,76 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 from served import ROOT, Server, free_port, openai, ours, vllm_command
 
+from grt.config import RunConfig
+from grt.data.tokenizer import Tokenizer, get_tokenizer
+from grt.hf.export import write_model, write_tokenizer
+from grt.methods import build_model
+from grt.model.recurrent import RecurrentDepthModel
+from grt.presets import change, preset
 from grt.train.checkpoint import load_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
 PROMPTS = ["def main(", "import numpy", "class A:\n", "for i in range(", "return ", "x = ", "# The", "if not "]
+# Not compiled, so that it is there soon; float32, so that its text is ours.
 FAST = ("--enforce-eager", "--dtype", "float32")
 
 
+def trained_nano() -> tuple[RecurrentDepthModel, RunConfig]:
+    return load_model(ROOT / "models/grt-nano")
+
+
+def random_small() -> tuple[RecurrentDepthModel, RunConfig]:
+    config = change(preset("grt-small-isoflop"), model={"vocab_multiple": 1})
+    torch.manual_seed(0)
+    return build_model(config.model), config
+
+
+class Exported(NamedTuple):
+    folder: Path
+    model: RecurrentDepthModel
+    tokenizer: Tokenizer
+
+
+@pytest.fixture(scope="module", params=[trained_nano, pytest.param(random_small, marks=pytest.mark.slow)])
+def exported(request: pytest.FixtureRequest, tmp_path_factory) -> Exported:
+    model, config = request.param()
+    folder, tokenizer = tmp_path_factory.mktemp("exported"), get_tokenizer(config.data.tokenizer)
+    write_model(model, folder, tokenizer.eot)
+    write_tokenizer(tokenizer.json(), tokenizer.eot_text, config.model.context, folder)
+    return Exported(folder, model.float().eval(), tokenizer)
+
+
 @pytest.fixture(scope="module")
-def server(nano: Path, tmp_path_factory) -> Iterator[Server]:
-    with Server([str(nano), *FAST], tmp_path_factory.mktemp("server") / "log") as running:
+def server(exported: Exported, tmp_path_factory) -> Iterator[Server]:
+    with Server([str(exported.folder), *FAST], tmp_path_factory.mktemp("server") / "log") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[str]:
+def expected(exported: Exported) -> list[str]:
     """60 tokens after each prompt, by our own decoder."""
-    model = load_model(ROOT / "models/grt-nano")[0].float()
-    rows = ours(model, [list(prompt.encode()) for prompt in PROMPTS], 60)
-    return [bytes(token for token, _ in row).decode() for row in rows]
+    rows = ours(exported.model, [[int(i) for i in exported.tokenizer.encode(prompt)] for prompt in PROMPTS], 60)
+    return [exported.tokenizer.decode([token for token, _ in row]) for row in rows]
 
 
 def text(server: Server, prompt: str, **options) -> str:
     return server.complete(prompt, **options).choices[0].text
 
 
-def test_whole_and_in_pieces(server: Server, expected: list[str]) -> None:
+def test_whole_and_in_pieces(server: Server, exported: Exported, expected: list[str]) -> None:
     for prompt, own in zip(PROMPTS[:2], expected, strict=False):
         whole = server.complete(prompt)
         assert whole.choices[0].text == own and whole.choices[0].finish_reason == "length"
-        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 60)
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (
+            len(exported.tokenizer.encode(prompt)),
+            60,
+        )
         pieces = [piece.choices[0].text for piece in server.complete(prompt, stream=True)]
         assert "".join(pieces) == own and len(pieces) > 5
 
@@ -76,13 +113,14 @@ def test_a_cut_connection(server: Server, expected: list[str]) -> None:
     assert text(server, PROMPTS[0]) == expected[0]
 
 
-def test_too_long_a_prompt(server: Server, expected: list[str]) -> None:
-    for length in (256, 1000):
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens") as refused:
-            server.complete("a" * length, max_tokens=1)
+def test_too_long_a_prompt(server: Server, exported: Exported, expected: list[str]) -> None:
+    context = exported.model.config.context
+    for length in (context, 4 * context):
+        with pytest.raises(openai.BadRequestError, match=f"maximum context length is {context} tokens") as refused:
+            server.complete([65] * length, max_tokens=1)
         assert refused.value.status_code == 400
-    full = server.complete("a" * 250)  # 60 more do not fit
-    assert (full.usage.total_tokens, full.choices[0].finish_reason) == (256, "length")
+    full = server.complete([65] * (context - 6))  # 60 more do not fit
+    assert (full.usage.total_tokens, full.choices[0].finish_reason) == (context, "length")
     assert text(server, PROMPTS[0]) == expected[0]
 
 
@@ -91,6 +129,19 @@ def test_refused_before_anything_is_loaded(nano: Path, tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert "kv is 'mean', and vLLM can share keys only as first:all: use that, or full." in ended.stderr
+
+
+def test_the_bench_of_serving() -> None:
+    """A turn of every contestant, in a process of its own: one JSON line at the end."""
+    options = ["--size", "nano", "--requests", "4", "--prompt", "8", "--new", "4", "--compile", "off", "--alternations", "1", "--dtype", "fp32"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "grt", "bench", "serve", *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    report = json.loads(ended.stdout.splitlines()[-1])
+    assert [row["name"] for row in report["rows"]] == ["grt", "dense", "gpt2"]
+    assert report["of_flops"].keys() == report["ratios"].keys() == {"tokens/s, grt / dense", "tokens/s, grt / gpt2"}
 
 
 def example() -> tuple[str, str]:
