@@ -133,7 +133,10 @@ def test_refused_before_anything_is_loaded(nano: Path, tmp_path: Path) -> None:
 
 def test_the_bench_of_serving() -> None:
     """A turn of every contestant, in a process of its own: one JSON line at the end."""
-    options = ["--size", "nano", "--requests", "4", "--prompt", "8", "--new", "4", "--compile", "off", "--alternations", "1", "--dtype", "fp32"]
+    options = [
+        "--size", "nano", "--requests", "4", "--prompt", "8", "--new", "4", "--alternations", "1",
+        "--compile", "off", "--dtype", "fp32",
+    ]  # fmt: skip
     ended = subprocess.run(
         [sys.executable, "-m", "grt", "bench", "serve", *options],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
