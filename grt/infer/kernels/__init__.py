@@ -1,0 +1,71 @@
+"""Products of a matrix with a few rows on a CPU: row_product.cpp, compiled when first needed and kept in the cache.
+
+`torch.ops.grt.row_product(x, weight, scale, bias)` is y = (x W^T) * scale + bias for x (..., k), contiguous, in fp32 or
+bf16, which is y's dtype too; weight (n, k) in fp32, bf16 or int8, at any distance from row to row; scale (n,) in fp32
+and bias (n,) in fp32 or bf16, or None. Sums are in fp32. `path` is an index into torch.ops.grt.paths(), the instruction
+sets that this CPU has, the fastest first.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+
+from grt.cache_folder import cache_folder
+
+SOURCES = [Path(__file__).with_name(name) for name in ("row_product.cpp", "rows.h")]
+FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-Wno-psabi"]
+
+
+@functools.cache
+def load() -> bool:
+    """Whether the kernels are there; where they cannot be compiled, a line on stderr says once that they are not."""
+    try:
+        torch.ops.load_library(compiled())
+    except (OSError, subprocess.CalledProcessError) as error:
+        told = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+        why = told[0] if told else str(error)
+        print(f"warning: no kernels for single rows ({why}): torch's, which are slower, stand in", file=sys.stderr)
+        return False
+    torch.library.register_fake("grt::row_product", _shape_of_row_product)
+    return True
+
+
+def best() -> str | None:
+    """The instruction set that they use here; None where there are no kernels."""
+    return torch.ops.grt.paths().split()[0] if load() else None
+
+
+def compiled() -> Path:
+    """The library, made now unless the cache has it; several processes may make it at once, since it gets its name only
+    when it is whole. Raises OSError or CalledProcessError."""
+    compiler = cpp_extension.get_cxx_compiler()
+    command = [compiler, *FLAGS, *(f"-I{folder}" for folder in cpp_extension.include_paths()), str(SOURCES[0])]
+    command += [*(f"-L{folder}" for folder in cpp_extension.library_paths()), "-ltorch_cpu"]
+    key = hashlib.sha256("\n".join([torch.__version__, platform.machine(), *command]).encode())
+    for source in SOURCES:
+        key.update(source.read_bytes())
+    library = cache_folder() / "kernels" / f"row_product-{key.hexdigest()[:16]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        temporary = library.with_name(f".{library.stem}.{secrets.token_hex(4)}.so")
+        try:
+            subprocess.run([*command, "-o", str(temporary)], check=True, capture_output=True, text=True)
+            os.replace(temporary, library)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return library
+
+
+def _shape_of_row_product(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, path: int = 0
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
