@@ -6,12 +6,12 @@ import functools
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import ROOT
-from torch import nn
 from torch.nn import functional as F
 
 from grt import cli
@@ -42,10 +42,13 @@ def as_kept(W: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 def exact(x, values, scale, bias):
-    """In float64; and what a sum of that many fp32 products may be off by."""
+    """In float64; and what it may be off by, as a sum of fp32 products, or of int8 times x in 16 bits."""
     W = values.double() * (1 if scale is None else scale.double()[:, None])
     size = F.linear(x.double().abs(), W.abs(), None if bias is None else bias.double().abs())
-    return F.linear(x.double(), W, None if bias is None else bias.double()), 1e-6 * size + 1e-30
+    tolerance = 1e-6 * size + 1e-30
+    if scale is not None:
+        tolerance = tolerance + W.abs().sum(1) * x.double().abs().amax(-1, keepdim=True) / 32767 * 0.51
+    return F.linear(x.double(), W, None if bias is None else bias.double()), tolerance
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
@@ -66,6 +69,15 @@ def test_each_path_is_the_naive_product(ops, path, kind):
             want, tolerance = exact(x.bfloat16(), values, scale, b)
             assert rounded.dtype == torch.bfloat16
             assert ((rounded - want).abs() <= want.abs() / 256 + tolerance).all(), (n, k, rows)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_integers_do_not_overflow(ops, path):
+    if path not in ops.paths().split():
+        pytest.skip(f"this CPU has no {path}")
+    values = torch.full((1, 30_000), 127, dtype=torch.int8)
+    y = ops.row_product(torch.full((1, 30_000), 3.0), values, torch.ones(1), None, ops.paths().split().index(path))
+    assert y.item() == pytest.approx(3 * 127 * 30_000, rel=1e-6)
 
 
 def test_halves_of_a_matrix_and_numbers_that_are_none(ops):
@@ -102,17 +114,16 @@ def test_int8_is_within_half_a_step():
     assert torch.equal(kept(W, "bf16", torch.float32, fast=False).dense(), W.bfloat16().float())
 
 
-def matrices(model) -> list[tuple[nn.Module, str, Kept]]:
-    return [(m, name, x) for m in model.modules() for name, x in vars(m).items() if isinstance(x, Kept)]
+def matrices(model) -> list[tuple[str, str, Kept]]:
+    return [(m, name, x) for m, module in model.named_modules() for name, x in vars(module).items() if type(x) is Kept]
 
 
-def replaced(model):
-    """The model of fp32 parameters whose values are those that the kept ones stand for."""
-    model = copy.deepcopy(model)
+def replaced(plain, model):
+    """A plain model whose parameters have the values that the kept ones stand for."""
+    plain = copy.deepcopy(plain)
     for module, name, matrix in matrices(model):
-        delattr(module, name)
-        setattr(module, name, nn.Parameter(matrix.dense(), requires_grad=False))
-    return model
+        getattr(plain.get_submodule(module), name).data = matrix.dense()
+    return plain
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
@@ -124,15 +135,16 @@ def test_every_method_computes_with_what_is_kept(tiny, ids, method, weights):
     model = keep_weights(copy.deepcopy(plain), weights, torch.float32)
     assert [name for name, p in model.named_parameters() if p.ndim > 1] == ["embed.positions.weight"]
     assert len(matrices(model)) == sum(p.ndim > 1 for p in plain.parameters()) - 1  # each once, a core's too
-    stood_for = replaced(model)
+    stood_for = replaced(plain, model)
+    near = partial(torch.allclose, atol={"bf16": 1e-5, "int8": 5e-4}[weights])  # int8 meets x in 16 bits
     with torch.inference_mode():
-        assert torch.allclose(model(ids), stood_for(ids), atol=2e-5)
+        assert near(model(ids), stood_for(ids))
         assert not torch.equal(model(ids), plain(ids))
         for kv in ("full", "first"):
             ours, theirs = (Decoder(m, [ids[0, :5].tolist()], 4, kv=kv) for m in (model, stood_for))
-            assert torch.allclose(ours.prefill(), theirs.prefill(), atol=2e-5)
+            assert near(ours.prefill(), theirs.prefill())
             for token in ids[0, 5:9]:
-                assert torch.allclose(ours.step(token[None]), theirs.step(token[None]), atol=2e-5)
+                assert near(ours.step(token[None]), theirs.step(token[None]))
     assert len(list(generate(model, [1, 2, 3], max_new_tokens=5, seed=3))) == 5
 
 
@@ -141,7 +153,7 @@ def test_torch_stands_in_for_the_kernels(tiny, ids, monkeypatch):
     monkeypatch.setattr(kernels, "load", lambda: False)
     slow = keep_weights(tiny(dtype=torch.float32), "int8", torch.float32)
     with torch.inference_mode():
-        assert torch.allclose(model(ids[:1, :3]), slow(ids[:1, :3]), atol=1e-5)
+        assert torch.allclose(model(ids[:1, :3]), slow(ids[:1, :3]), atol=5e-4)
         in_bf16 = keep_weights(tiny(dtype=torch.float32), "int8", torch.bfloat16)(ids)
     assert in_bf16.dtype == torch.bfloat16 and torch.allclose(in_bf16.float(), slow(ids), atol=0.3)
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grt.infer import kernels
+from grt.infer.rowblock import FEW, RowBlock
+from grt.model.block import Block
 from grt.model.recurrent import RecurrentDepthModel
 
 Weights = Literal["fp32", "bf16", "int8"]
-FEW = 16  # rows up to which a product takes as long as reading its matrix
 
 
 class Kept:
@@ -121,4 +122,8 @@ def keep_weights(model: RecurrentDepthModel, weights: Weights | None, dtype: tor
                 if weight.ndim > 1 and module is not model.embed.positions:
                     delattr(module, name)
                     setattr(module, name, kept(weight.detach(), weights, dtype, fast))
+        for stack in (model.prelude, model.core, model.coda):
+            for i, block in enumerate(stack if fast else ()):
+                if type(block) is Block:  # others have further parts
+                    stack[i] = RowBlock(block)
     return model.to(dtype)

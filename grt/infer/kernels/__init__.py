@@ -1,9 +1,10 @@
-"""Products of a matrix with a few rows on a CPU: row_product.cpp, compiled when first needed and kept in the cache.
+"""What decoding does with weights, for a few rows on a CPU: kernels.cpp, compiled when first needed, then in the cache.
 
 `torch.ops.grt.row_product(x, weight, scale, bias)` is y = (x W^T) * scale + bias for x (..., k), contiguous, in fp32 or
 bf16, which is y's dtype too; weight (n, k) in fp32, bf16 or int8, at any distance from row to row; scale (n,) in fp32
-and bias (n,) in fp32 or bf16, or None. Sums are in fp32. `path` is an index into torch.ops.grt.paths(), the instruction
-sets that this CPU has, the fastest first.
+and bias (n,) in fp32 or bf16, or None. `norm_product` and `rest_of_block` are what a block does before and after its
+keys and values go into the cache. Sums are in fp32; for int8, x is rounded to 16 bits. `path` is an index into
+torch.ops.grt.paths(), the instruction sets that this CPU has, the fastest first.
 """
 
 import functools
@@ -21,8 +22,10 @@ from torch.utils import cpp_extension
 
 from grt.cache_folder import cache_folder
 
-SOURCES = [Path(__file__).with_name(name) for name in ("row_product.cpp", "rows.h")]
-FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-Wno-psabi"]
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "vectors.h", "loops.h")]
+# -fno-...: so that loops with comparisons in them become vectors; nothing here asks about traps or errno.
+FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp-simd", "-ffp-contract=fast"]
+FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 
 
 @functools.cache
@@ -35,7 +38,8 @@ def load() -> bool:
         why = told[0] if told else str(error)
         print(f"warning: no kernels for single rows ({why}): torch's, which are slower, stand in", file=sys.stderr)
         return False
-    torch.library.register_fake("grt::row_product", _shape_of_row_product)
+    for name, shape in (("row_product", _of_product), ("norm_product", _of_norm), ("rest_of_block", _of_block)):
+        torch.library.register_fake(f"grt::{name}", shape)
     return True
 
 
@@ -53,7 +57,7 @@ def compiled() -> Path:
     key = hashlib.sha256("\n".join([torch.__version__, platform.machine(), *command]).encode())
     for source in SOURCES:
         key.update(source.read_bytes())
-    library = cache_folder() / "kernels" / f"row_product-{key.hexdigest()[:16]}.so"
+    library = cache_folder() / "kernels" / f"kernels-{key.hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         temporary = library.with_name(f".{library.stem}.{secrets.token_hex(4)}.so")
@@ -65,7 +69,16 @@ def compiled() -> Path:
     return library
 
 
-def _shape_of_row_product(
-    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, path: int = 0
-) -> Tensor:
+# Shapes of what they return, for the compiler
+
+
+def _of_product(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _of_norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float, weight: Tensor, *_: object, **__: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _of_block(x: Tensor, *_: object, **__: object) -> Tensor:
+    return torch.empty_like(x)
