@@ -62,7 +62,7 @@ def test_each_path_is_the_naive_product(ops, path, kind):
         for rows, b in ((1, bias), (3, None), (16, bias.bfloat16())):
             x = torch.randn(1, rows, k)
             want, tolerance = exact(x, values, scale, b)
-            got = ops.row_product(x, values, scale, b, ops.paths().split().index(path))
+            got = ops.row_product(x, values, scale, b, path=ops.paths().split().index(path))
             assert got.shape == (1, rows, n) and got.dtype == torch.float32
             assert ((got - want).abs() <= tolerance).all(), (n, k, rows)
             rounded = ops.row_product(x.bfloat16(), values, scale, b)
@@ -75,8 +75,8 @@ def test_each_path_is_the_naive_product(ops, path, kind):
 def test_integers_do_not_overflow(ops, path):
     if path not in ops.paths().split():
         pytest.skip(f"this CPU has no {path}")
-    values = torch.full((1, 30_000), 127, dtype=torch.int8)
-    y = ops.row_product(torch.full((1, 30_000), 3.0), values, torch.ones(1), None, ops.paths().split().index(path))
+    values, path = torch.full((1, 30_000), 127, dtype=torch.int8), ops.paths().split().index(path)
+    y = ops.row_product(torch.full((1, 30_000), 3.0), values, torch.ones(1), None, path=path)
     assert y.item() == pytest.approx(3 * 127 * 30_000, rel=1e-6)
 
 
@@ -93,14 +93,49 @@ def test_halves_of_a_matrix_and_numbers_that_are_none(ops):
     assert not ops.row_product(x.bfloat16(), left, None, None)[1].isfinite().any()
 
 
-def test_threads_change_nothing(ops):
-    (values, scale), x = as_kept(torch.randn(403, 1000), "int8"), torch.randn(1, 1000)
-    alone = ops.row_product(x, values, scale, None)
+@pytest.mark.parametrize("k", [1, 63, 1000, 5000])
+def test_int8_is_the_same_to_the_bit(ops, k):
+    """Whatever the path, the number of threads and the rows beside it."""
+    (values, scale), x, bias = as_kept(torch.randn(403, k), "int8"), torch.randn(3, k), torch.randn(403)
+    want = ops.row_product(x, values, scale, bias)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            for path in range(len(ops.paths().split())):
+                assert torch.equal(ops.row_product(x, values, scale, bias, path=path), want)
+                assert torch.equal(ops.row_product(x[1:2], values, scale, bias, path=path), want[1:2])
+        finally:
+            torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_path_is_the_naive_block(ops, path):
+    """Two calls with what they are given, by two threads, against torch; keys and values at other distances."""
+    if path not in ops.paths().split():
+        pytest.skip(f"this CPU has no {path}")
+    torch.manual_seed(0)
+    path = ops.paths().split().index(path)
+    B, H, c, T = 2, 3, 70, 37
+    d = H * c
+    W = [torch.randn(n, k) / k**0.5 for n, k in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))]
+    qkv, out, up, down = ((w, None, torch.randn(w.shape[0])) for w in W)
+    norm, x, kv = (torch.randn(d), torch.randn(d), 1e-5), torch.randn(B, 1, d), torch.randn(2, B, H, T + 5, c)
+    keys, values = kv[:, :, :, :T]
+    visible = torch.rand(B, T) < 0.7
+    visible[:, 0] = True
     torch.set_num_threads(2)
     try:
-        assert torch.equal(ops.row_product(x, values, scale, None), alone)
+        y = ops.row_product(x, *qkv, *norm, path=path)
+        z = ops.rest_of_block(x, y, keys, values, visible, *out, *norm, *up, *down, path=path)
     finally:
         torch.set_num_threads(1)
+    near = partial(torch.allclose, atol=1e-4)
+    assert near(y, F.linear(F.layer_norm(x, (d,), *norm), W[0], qkv[2]))
+    q = y[..., :d].view(B, 1, H, c).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible[:, None, None])
+    h = x + F.linear(mixed.transpose(1, 2).reshape(B, 1, d), W[1], out[2])
+    wide = F.gelu(F.linear(F.layer_norm(h, (d,), *norm), W[2], up[2]), approximate="tanh")
+    assert near(z, h + F.linear(wide, W[3], down[2]))
 
 
 def test_int8_is_within_half_a_step():

@@ -28,7 +28,7 @@ class RowBlock(Block):
         if T > 1 or B > FEW or ctx.cache is None or ctx.low_rank is not None or "attention" in ctx.taps:
             return super().forward(x, ctx)
         x, H = x.contiguous(), self.attn.n_heads
-        qkv = torch.ops.grt.norm_product(x, *norm(self.ln1), *parts(self.attn.qkv))
+        qkv = torch.ops.grt.row_product(x, *parts(self.attn.qkv), *norm(self.ln1))
         k, v = (z.view(B, 1, H, d // H).transpose(1, 2) for z in qkv[..., d:].split(d, dim=2))
         keys, values, visible = ctx.cache.extend((ctx.section, ctx.block, ctx.step), k, v)  # (B, H, T, c)
         if visible is not None:

@@ -2,9 +2,13 @@
 
 `torch.ops.grt.row_product(x, weight, scale, bias)` is y = (x W^T) * scale + bias for x (..., k), contiguous, in fp32 or
 bf16, which is y's dtype too; weight (n, k) in fp32, bf16 or int8, at any distance from row to row; scale (n,) in fp32
-and bias (n,) in fp32 or bf16, or None. `norm_product` and `rest_of_block` are what a block does before and after its
-keys and values go into the cache. Sums are in fp32; for int8, x is rounded to 16 bits. `path` is an index into
-torch.ops.grt.paths(), the instruction sets that this CPU has, the fastest first.
+and bias (n,) in fp32 or bf16, or None. With gain and shift (k,) and eps, LayerNorm(x) is what is multiplied.
+`rest_of_block` is what a block does after its keys and values went into the cache. Sums are in fp32. `path` is an index
+into torch.ops.grt.paths(), the instruction sets that this CPU has, the fastest first.
+
+With int8, x is rounded to steps of s = max |x| / 32767 of its row (larger beyond k = 4,064, where 32 bits would not
+hold the sums), so that y is off by at most s / 2 * sum |W|; the sums of integers are exact, and every path and number
+of threads gives the same bits.
 """
 
 import functools
@@ -22,9 +26,9 @@ from torch.utils import cpp_extension
 
 from grt.cache_folder import cache_folder
 
-SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "vectors.h", "loops.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "vectors.h", "loops.h", "team.h")]
 # -fno-...: so that loops with comparisons in them become vectors; nothing here asks about traps or errno.
-FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp-simd", "-ffp-contract=fast"]
+FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp-simd", "-ffp-contract=off"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 
 
@@ -38,7 +42,7 @@ def load() -> bool:
         why = told[0] if told else str(error)
         print(f"warning: no kernels for single rows ({why}): torch's, which are slower, stand in", file=sys.stderr)
         return False
-    for name, shape in (("row_product", _of_product), ("norm_product", _of_norm), ("rest_of_block", _of_block)):
+    for name, shape in (("row_product", _of_product), ("rest_of_block", _of_block)):
         torch.library.register_fake(f"grt::{name}", shape)
     return True
 
@@ -73,10 +77,6 @@ def compiled() -> Path:
 
 
 def _of_product(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _of_norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float, weight: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 

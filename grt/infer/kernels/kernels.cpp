@@ -32,25 +32,18 @@ namespace {
 
 struct Path {
   const char* name;
-  void (*rows_fp32)(const Product&, int64_t, int64_t);
-  void (*rows_bf16)(const Product&, int64_t, int64_t);
-  void (*rows_int8)(const Product&, int64_t, int64_t);
-  void (*attend_fp32)(const Attention&, int64_t, int64_t, float*);
-  void (*attend_bf16)(const Attention&, int64_t, int64_t, float*);
-  void (*norm)(const float*, const Numbers&, const Numbers&, float, int64_t, float*);
-  void (*gelu)(float*, int64_t);
+  void (*product)(const Product&, Member&);
+  void (*rest_of_block)(const Rest&, Member&);
 };
 
-#define PATH(name)                                                                                                  \
-  {#name, name::rows<float>, name::rows<bf16>, name::rows<int8_t>, name::attend<float>, name::attend<bf16>, name::norm, \
-   name::gelu}
+#define PATH(name) {#name, name::product, name::rest_of_block}
 
 // What this CPU can run, the fastest first.
 const std::vector<Path>& paths() {
   static const std::vector<Path> found = [] {
     std::vector<Path> paths;
 #ifdef __x86_64__
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) paths.push_back(PATH(avx512));
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) paths.push_back(PATH(avx512));
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) paths.push_back(PATH(avx2));
 #endif
     paths.push_back(PATH(portable));
@@ -78,106 +71,52 @@ std::vector<float> widened(const Tensor& x) {
   return values;
 }
 
-// x (k) in steps; returns the step, NaN where a number is not finite.
-float in_steps(const float* x, int64_t k, int16_t* steps) {
-  float largest = 0, nothing = 0;
-#pragma omp simd reduction(max : largest) reduction(+ : nothing)
-  for (int64_t i = 0; i < k; i++) {
-    largest = std::max(largest, std::fabs(x[i]));
-    nothing += 0 * x[i];
-  }
-  // At the least 8 lanes share the products of a row; the sum of each has to fit into 31 bits.
-  float most = std::min(32767.0f, std::floor(8 * 2147483647.0f / (127.0f * (k + 64))));
-  bool usable = nothing == 0 && largest > 1e-30f;  // a state so small is none
-  float per_step = usable ? most / largest : 0;
-  for (int64_t i = 0; i < k; i++)
-    steps[i] = static_cast<int16_t>(usable ? x[i] * per_step + (x[i] < 0 ? -0.5f : 0.5f) : 0);
-  return (usable ? largest / most : 0) + nothing;
+Linear linear_of(const Tensor& weight, const MaybeTensor& scale, const MaybeTensor& bias) {
+  STD_TORCH_CHECK(weight.stride(1) == 1, "a row's weights must lie one after the other");
+  ScalarType type = weight.scalar_type();
+  Format format = type == ScalarType::Char ? Format::int8 : type == ScalarType::BFloat16 ? Format::bf16 : Format::fp32;
+  Linear linear{weight.data_ptr(), format, weight.size(0), weight.size(1), weight.stride(0), nullptr, std::nullopt};
+  if (scale) linear.scale = static_cast<const float*>(numbers(*scale).at);
+  if (bias) linear.bias = numbers(*bias);
+  return linear;
 }
 
-// A linear's weight, scale and bias.
-struct Matrix {
-  const Tensor &weight;
-  const MaybeTensor &scale, &bias;
-  int64_t n() const { return weight.size(0); }
+Norm norm_of(const Tensor& gain, const Tensor& shift, double eps) {
+  return {widened(gain), widened(shift), static_cast<float>(eps)};
+}
 
-  // y (m, n) of x (m, k)
-  void multiply(const Path& path, const float* x, int64_t m, Numbers y) const {
-    int64_t k = weight.size(1);
-    STD_TORCH_CHECK(weight.stride(1) == 1, "a row's weights must lie one after the other");
-    Product p{weight.data_ptr(), n(), k, weight.stride(0), m, nullptr, std::nullopt, x, nullptr, y};
-    if (scale) p.scale = static_cast<const float*>(numbers(*scale).at);
-    if (bias) p.bias = numbers(*bias);
-    auto rows = weight.scalar_type() == ScalarType::BFloat16 ? path.rows_bf16 : path.rows_fp32;
-    std::vector<int16_t> steps;
-    std::vector<float> step;
-    if (weight.scalar_type() == ScalarType::Char) {
-      rows = path.rows_int8;
-      steps.resize(m * k);
-      for (int64_t row = 0; row < m; row++) step.push_back(in_steps(x + row * k, k, steps.data() + row * k));
-      p.x = steps.data(), p.x_step = step.data();
-    }
-    int64_t fours = (n() + AT_ONCE - 1) / AT_ONCE, grain = std::max<int64_t>(1, ALONE / (AT_ONCE * k));
-    torch::stable::parallel_for(0, fours, grain, [&](int64_t first, int64_t last) {
-      rows(p, first * AT_ONCE, std::min(last * AT_ONCE, p.n));
-    });
-  }
-
-  Tensor product(const Path& path, const Tensor& like, const std::vector<float>& x) const {
-    std::vector<int64_t> shape(like.sizes().begin(), like.sizes().end());
-    int64_t m = like.numel() / shape.back();
-    STD_TORCH_CHECK(shape.back() == weight.size(1), "x and weight do not fit");
-    shape.back() = n();
-    Tensor y = torch::stable::new_empty(like, {shape.data(), shape.size()});
-    multiply(path, x.data(), m, numbers(y));
-    return y;
-  }
-};
+Tensor new_like(const Tensor& x, int64_t width) {
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = width;
+  return torch::stable::new_empty(x, {shape.data(), shape.size()});
+}
 
 Tensor row_product(const Tensor& x, const Tensor& weight, const MaybeTensor& scale, const MaybeTensor& bias,
-                   int64_t path) {
-  return Matrix{weight, scale, bias}.product(paths().at(path), x, widened(x));
-}
-
-struct Norm {
-  const Tensor &gain, &shift;
-  double eps;
-
-  std::vector<float> of(const Path& path, const std::vector<float>& x) const {
-    int64_t d = gain.numel();
-    std::vector<float> y(x.size());
-    for (size_t row = 0; row < x.size(); row += d)
-      path.norm(x.data() + row, numbers(gain), numbers(shift), static_cast<float>(eps), d, y.data() + row);
-    return y;
-  }
-};
-
-Tensor norm_product(const Tensor& x, const Tensor& gain, const Tensor& shift, double eps, const Tensor& weight,
-                    const MaybeTensor& scale, const MaybeTensor& bias, int64_t path) {
+                   const MaybeTensor& gain, const MaybeTensor& shift, double eps, int64_t path) {
+  Linear linear = linear_of(weight, scale, bias);
+  STD_TORCH_CHECK(x.size(-1) == linear.k, "x and weight do not fit");
+  std::vector<float> wide = widened(x);
+  Tensor y = new_like(x, linear.n);
+  Product p{linear, std::nullopt, wide.data(), x.numel() / linear.k, numbers(y)};
+  if (gain && shift) p.norm = norm_of(*gain, *shift, eps);
   const Path& chosen = paths().at(path);
-  return Matrix{weight, scale, bias}.product(chosen, x, Norm{gain, shift, eps}.of(chosen, widened(x)));
+  together(linear.n * linear.k / ALONE, [&](Member& me) { chosen.product(p, me); });
+  return y;
 }
 
-// (rows, d) of q (rows, d or more), keys and values (rows, heads, tokens, width), visible (rows, tokens)
-std::vector<float> attention(const Path& path, const Tensor& q, const Tensor& keys, const Tensor& values,
-                             const MaybeTensor& visible) {
-  int64_t rows = keys.size(0), heads = keys.size(1), tokens = keys.size(2), width = keys.size(3);
+// Of q (rows, d or more), keys and values (rows, heads, tokens, width), visible (rows, tokens)
+Attention attention_of(const float* q, int64_t q_row, const Tensor& keys, const Tensor& values,
+                       const MaybeTensor& visible, float* y) {
   bool is_bf16 = keys.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(keys.stride(3) == 1 && (is_bf16 || keys.scalar_type() == ScalarType::Float), "keys do not fit");
   for (int64_t i = 0; i < 4; i++) STD_TORCH_CHECK(keys.stride(i) == values.stride(i), "keys are not as values");
-  std::vector<float> queries = widened(q), y(rows * heads * width);
-  Attention a{rows, heads, tokens, width, queries.data(), q.numel() / rows, keys.data_ptr(), values.data_ptr(),
-              keys.stride(0), keys.stride(1), keys.stride(2), nullptr, 0, 0, y.data()};
+  Attention a{keys.size(0), keys.size(1), keys.size(2), keys.size(3), q, q_row, keys.data_ptr(), values.data_ptr(),
+              is_bf16, keys.stride(0), keys.stride(1), keys.stride(2), nullptr, 0, 0, y};
   if (visible) {
     a.visible = static_cast<const bool*>(visible->data_ptr());
     a.visible_row = visible->stride(0), a.visible_token = visible->stride(1);
   }
-  int64_t grain = std::max<int64_t>(1, ALONE / (2 * tokens * width));
-  torch::stable::parallel_for(0, rows * heads, grain, [&](int64_t first, int64_t last) {
-    std::vector<float> scores(tokens);
-    (is_bf16 ? path.attend_bf16 : path.attend_fp32)(a, first, last, scores.data());
-  });
-  return y;
+  return a;
 }
 
 Tensor rest_of_block(const Tensor& x, const Tensor& qkv, const Tensor& keys, const Tensor& values,
@@ -186,35 +125,24 @@ Tensor rest_of_block(const Tensor& x, const Tensor& qkv, const Tensor& keys, con
                      const Tensor& up_weight, const MaybeTensor& up_scale, const MaybeTensor& up_bias,
                      const Tensor& down_weight, const MaybeTensor& down_scale, const MaybeTensor& down_bias,
                      int64_t path) {
+  Linear out = linear_of(out_weight, out_scale, out_bias), up = linear_of(up_weight, up_scale, up_bias);
+  Linear down = linear_of(down_weight, down_scale, down_bias);
+  int64_t m = keys.size(0), d = out.n;
+  std::vector<float> given = widened(x), q = widened(qkv), mixed(m * d), part(m * d), wide(m * up.n);
+  Tensor y = new_like(x, d);
+  Rest rest{given.data(), attention_of(q.data(), qkv.size(-1), keys, values, visible, mixed.data()), out,
+            norm_of(gain, shift, eps), up, down, part.data(), wide.data(), numbers(y)};
   const Path& chosen = paths().at(path);
-  Matrix out{out_weight, out_scale, out_bias}, up{up_weight, up_scale, up_bias};
-  Matrix down{down_weight, down_scale, down_bias};
-  std::vector<float> h = widened(x), part(h.size());
-  int64_t m = keys.size(0);
-  auto add = [&] {
-    for (size_t i = 0; i < h.size(); i++) h[i] += part[i];
-  };
-  out.multiply(chosen, attention(chosen, qkv, keys, values, visible).data(), m, {part.data(), false});
-  add();
-  std::vector<float> wide(m * up.n());
-  up.multiply(chosen, Norm{gain, shift, eps}.of(chosen, h).data(), m, {wide.data(), false});
-  chosen.gelu(wide.data(), wide.size());
-  down.multiply(chosen, wide.data(), m, {part.data(), false});
-  add();
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  Tensor y = torch::stable::new_empty(x, {shape.data(), shape.size()});
-  Numbers result = numbers(y);
-  for (size_t i = 0; i < h.size(); i++) result.set(i, h[i]);
+  together(up.n * d / ALONE, [&](Member& me) { chosen.rest_of_block(rest, me); });
   return y;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(grt, m) {
-  m.def("row_product(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int path=0) -> Tensor");
   m.def(
-      "norm_product(Tensor x, Tensor gain, Tensor shift, float eps, Tensor weight, Tensor? scale, Tensor? bias, "
-      "int path=0) -> Tensor");
+      "row_product(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, Tensor? gain=None, Tensor? shift=None, "
+      "float eps=0, int path=0) -> Tensor");
   m.def(
       "rest_of_block(Tensor x, Tensor qkv, Tensor keys, Tensor values, Tensor? visible, Tensor out, Tensor? out_scale, "
       "Tensor? out_bias, Tensor gain, Tensor shift, float eps, Tensor up, Tensor? up_scale, Tensor? up_bias, "
@@ -224,7 +152,6 @@ STABLE_TORCH_LIBRARY(grt, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(grt, CPU, m) {
   m.impl("row_product", TORCH_BOX(&row_product));
-  m.impl("norm_product", TORCH_BOX(&norm_product));
   m.impl("rest_of_block", TORCH_BOX(&rest_of_block));
 }
 STABLE_TORCH_LIBRARY_IMPL(grt, CompositeExplicitAutograd, m) { m.impl("paths", TORCH_BOX(&path_names)); }

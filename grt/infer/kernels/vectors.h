@@ -1,5 +1,5 @@
 // Number formats, and what kernels.cpp does with vectors of them, for each instruction set: each namespace has WIDTH,
-// Floats and Ints (so many of them), add_products and total, and the loops of loops.h made of these. TARGET is the
+// Floats and Ints (so many of them), every, load, add_products and total, and the loops of loops.h made of these. TARGET is the
 // attribute that lets a function use the instructions.
 #pragma once
 
@@ -9,9 +9,9 @@
 #include <cstring>
 #include <optional>
 #include <type_traits>
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
+#include <vector>
+
+#include "team.h"
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -27,7 +27,7 @@ struct bf16 {
 };
 
 INLINE float widen(float w) { return w; }
-INLINE float widen(int8_t w) { return static_cast<float>(w); }
+INLINE int64_t widen(int8_t w) { return w; }
 INLINE float widen(bf16 w) {
   uint32_t bits = static_cast<uint32_t>(w.bits) << 16;
   float value;
@@ -55,34 +55,57 @@ struct Numbers {
   }
 };
 
-// A product of a few rows. x is of int16_t where w is of int8_t, else of float.
-struct Product {
+enum class Format { fp32, bf16, int8 };
+
+struct Linear {
   const void* w;  // (n, k), rows `stride` elements apart
-  int64_t n, k, stride, m;
+  Format format;
+  int64_t n, k, stride;
   const float* scale;           // (n) or none
   std::optional<Numbers> bias;  // (n)
-  const void* x;                // (m, k)
-  const float* x_step;          // (m) of x in int16_t, or none
-  Numbers y;                    // (m, n)
 
-  void finish(int64_t row, int64_t i, float sum) const {
-    if (x_step) sum *= x_step[row];
+  float finished(int64_t i, float sum) const {
     if (scale) sum *= scale[i];
-    if (bias) sum += (*bias)[i];
-    y.set(row * n + i, sum);
+    return bias ? sum + (*bias)[i] : sum;
   }
 };
 
-// Attention of one query of each row. Strides are in elements; a head's numbers lie one after the other.
+struct Norm {
+  std::vector<float> gain, shift;
+  float eps;
+};
+
+// y (m, n) of x (m, k)
+struct Product {
+  Linear linear;
+  std::optional<Norm> norm;  // of x, before it is multiplied
+  const float* x;
+  int64_t m;
+  Numbers y;
+};
+
+// One query of each row. Strides are in elements; a head's numbers lie one after the other.
 struct Attention {
   int64_t rows, heads, tokens, width;
   const float* q;  // (rows, heads, width), rows q_row apart
   int64_t q_row;
   const void *keys, *values;  // (rows, heads, tokens, width)
+  bool is_bf16;
   int64_t kv_row, kv_head, kv_token;
   const bool* visible;  // (rows, tokens), or none
   int64_t visible_row, visible_token;
   float* y;  // (rows, heads, width)
+};
+
+// y = h + down(gelu(up(norm(h)))),  h = x + out(attention), and room for what comes in between
+struct Rest {
+  const float* x;  // (rows, d)
+  Attention attention;
+  Linear out;
+  Norm norm;
+  Linear up, down;
+  float *part, *wide;  // (rows, d), (rows, outputs of up)
+  Numbers y;
 };
 
 // e^x between the smallest and the largest normal float: 2^n e^r with |r| <= log(2) / 2, e^r by its series.
@@ -113,12 +136,12 @@ INLINE V read(const void* at) {
   std::memcpy(&v, at, sizeof v);
   return v;
 }
-INLINE Floats add_products(const float* w, const float* x, Floats sums) {
-  return sums + read<Floats>(w) * read<Floats>(x);
+INLINE Floats every(float x) { return x - Floats{}; }
+INLINE Floats load(const float* x) { return read<Floats>(x); }
+INLINE Floats load(const bf16* x) {
+  return reinterpret_cast<Floats>(__builtin_convertvector(read<Halves>(x), Words) << 16);
 }
-INLINE Floats add_products(const bf16* w, const float* x, Floats sums) {
-  return sums + reinterpret_cast<Floats>(__builtin_convertvector(read<Halves>(w), Words) << 16) * read<Floats>(x);
-}
+INLINE Floats add_products(Floats a, Floats b, Floats sums) { return sums + a * b; }
 INLINE Ints add_products(const int8_t* w, const int16_t* x, Ints sums) {
   for (int64_t i = 0; i < 2 * WIDTH; i += WIDTH) {
     Shorts bytes = __builtin_convertvector(read<Bytes>(w + i), Shorts);
@@ -126,9 +149,13 @@ INLINE Ints add_products(const int8_t* w, const int16_t* x, Ints sums) {
   }
   return sums;
 }
-template <class V>
-INLINE float total(V lanes) {
+INLINE float total(Floats lanes) {
   float sum = 0;
+  for (int64_t i = 0; i < WIDTH; i++) sum += lanes[i];
+  return sum;
+}
+INLINE int64_t total(Ints lanes) {
+  int64_t sum = 0;
   for (int64_t i = 0; i < WIDTH; i++) sum += lanes[i];
   return sum;
 }
@@ -142,14 +169,13 @@ namespace avx2 {
 constexpr int64_t WIDTH = 8;
 using Floats = __m256;
 using Ints = __m256i;
-TARGET INLINE Floats add_products(const float* w, const float* x, Floats sums) {
-  return _mm256_fmadd_ps(_mm256_loadu_ps(w), _mm256_loadu_ps(x), sums);
+TARGET INLINE Floats every(float x) { return _mm256_set1_ps(x); }
+TARGET INLINE Floats load(const float* x) { return _mm256_loadu_ps(x); }
+TARGET INLINE Floats load(const bf16* x) {
+  __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
-TARGET INLINE Floats add_products(const bf16* w, const float* x, Floats sums) {
-  __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w));
-  __m256 wide = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-  return _mm256_fmadd_ps(wide, _mm256_loadu_ps(x), sums);
-}
+TARGET INLINE Floats add_products(Floats a, Floats b, Floats sums) { return _mm256_fmadd_ps(a, b, sums); }
 TARGET INLINE Ints add_products(const int8_t* w, const int16_t* x, Ints sums) {
   __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(wide, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
@@ -159,30 +185,37 @@ TARGET INLINE float total(Floats lanes) {
   __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-TARGET INLINE float total(Ints lanes) { return total(_mm256_cvtepi32_ps(lanes)); }
+TARGET INLINE int64_t total(Ints lanes) {
+  __m256i pairs = _mm256_add_epi64(_mm256_cvtepi32_epi64(_mm256_castsi256_si128(lanes)),
+                                   _mm256_cvtepi32_epi64(_mm256_extracti128_si256(lanes, 1)));
+  __m128i two = _mm_add_epi64(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  return _mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1);
+}
 #include "loops.h"
 #undef TARGET
 }  // namespace avx2
 
 namespace avx512 {
-#define TARGET __attribute__((target("avx512f,avx512bw")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vnni")))
 constexpr int64_t WIDTH = 16;
 using Floats = __m512;
 using Ints = __m512i;
-TARGET INLINE Floats add_products(const float* w, const float* x, Floats sums) {
-  return _mm512_fmadd_ps(_mm512_loadu_ps(w), _mm512_loadu_ps(x), sums);
+TARGET INLINE Floats every(float x) { return _mm512_set1_ps(x); }
+TARGET INLINE Floats load(const float* x) { return _mm512_loadu_ps(x); }
+TARGET INLINE Floats load(const bf16* x) {
+  __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
-TARGET INLINE Floats add_products(const bf16* w, const float* x, Floats sums) {
-  __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
-  __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-  return _mm512_fmadd_ps(wide, _mm512_loadu_ps(x), sums);
-}
+TARGET INLINE Floats add_products(Floats a, Floats b, Floats sums) { return _mm512_fmadd_ps(a, b, sums); }
 TARGET INLINE Ints add_products(const int8_t* w, const int16_t* x, Ints sums) {
   __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
-  return _mm512_add_epi32(sums, _mm512_madd_epi16(wide, _mm512_loadu_si512(x)));
+  return _mm512_dpwssd_epi32(sums, wide, _mm512_loadu_si512(x));
 }
 TARGET INLINE float total(Floats lanes) { return _mm512_reduce_add_ps(lanes); }
-TARGET INLINE float total(Ints lanes) { return total(_mm512_cvtepi32_ps(lanes)); }
+TARGET INLINE int64_t total(Ints lanes) {
+  return _mm512_reduce_add_epi64(_mm512_add_epi64(_mm512_cvtepi32_epi64(_mm512_castsi512_si256(lanes)),
+                                                  _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(lanes, 1))));
+}
 #include "loops.h"
 #undef TARGET
 }  // namespace avx512
