@@ -29,6 +29,8 @@ from grt.train.checkpoint import find_checkpoint, load_model, read_manifest, rep
 from grt.train.folder import command_line
 from grt.train.log import read_metrics
 
+COPIED = f"hf:./{FILE}"  # a tokenizer.json that comes along
+
 
 def new_folder(out: Path) -> None:
     """Make it; ConfigError where something is there already."""
@@ -120,7 +122,7 @@ def import_gpt2(folder: Path, out: Path, tokenizer: str, to: Recurrent | None) -
 
     dense, weights = read_gpt2(folder)
     shape = dense if to is None else to.model(dense)
-    tokenizer = tokenizer or tokenizer_of(folder, out, dense.vocab_size)
+    tokenizer = tokenizer or tokenizer_of(folder, dense.vocab_size)
     train = TrainConfig(tokens_per_step=TrainConfig.batch_size * dense.context)
     config = RunConfig(folder.resolve().name, shape, DataConfig(tokenizer=tokenizer), train=train)
     torch.manual_seed(train.seed)  # what a recurrent model has beyond GPT-2 begins afresh
@@ -132,20 +134,15 @@ def import_gpt2(folder: Path, out: Path, tokenizer: str, to: Recurrent | None) -
         notes["tied"] = convert(model, weights, dense.blocks, to.how)
     new_folder(out)
     write_folder(out, {"model.safetensors": safetensors.torch.save(model.state_dict())}, config_hash(config), step=0)
-    if tokenizer == copied(out):
+    if tokenizer == COPIED:
         (out / FILE).write_bytes((folder / FILE).read_bytes())
     replace_file(out / "env.json", json.dumps(notes, indent=2) + "\n")
     replace_file(out / "config.json", dump(config))
     return config
 
 
-def copied(out: Path) -> str:
-    """The name of a tokenizer.json that lies in the folder."""
-    return f"hf:{out.resolve() / FILE}"
-
-
-def tokenizer_of(folder: Path, out: Path, vocab_size: int) -> str:
-    """gpt2, where the vocabulary is GPT-2's, or the folder's own tokenizer.json."""
+def tokenizer_of(folder: Path, vocab_size: int) -> str:
+    """gpt2, where the vocabulary is GPT-2's, or the folder's own tokenizer.json, which is to be copied."""
     gpt2 = get_tokenizer("gpt2")
     try:
         theirs = json.loads((folder / FILE).read_text(encoding="utf-8"))["model"]["vocab"]
@@ -157,4 +154,4 @@ def tokenizer_of(folder: Path, out: Path, vocab_size: int) -> str:
         ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{folder / FILE} cannot be read ({error}): name a tokenizer with --tokenizer.") from None
-    return gpt2.name if theirs == json.loads(gpt2.json())["model"]["vocab"] else copied(out)
+    return gpt2.name if theirs == json.loads(gpt2.json())["model"]["vocab"] else COPIED

@@ -13,7 +13,7 @@ from grt.config import ConfigError
 from grt.data.loader import Split
 from grt.evals.halting import Halted, halted_loss
 from grt.model import cost
-from grt.model.exit import Exit, check_method, parse_exit
+from grt.model.exit import Exit, asked_exit
 from grt.model.recurrent import RecurrentDepthModel
 from grt.train.checkpoint import find_checkpoint, read_manifest
 from grt.train.log import Output
@@ -54,17 +54,7 @@ def read_exits(folder: Path) -> dict[str, dict[str, Any]]:
 
 def find_exit(run: Path, model: RecurrentDepthModel, wanted: Wanted, steps: int | None = None) -> Exit | None:
     """None where nothing is asked for. steps: the most that a token takes, default R."""
-    text, threshold, budget = wanted
-    if text is None and threshold is not None:
-        raise ConfigError(f"threshold is {threshold:g}, of no policy: give --exit as well.")
-    if text is None:
-        return None if budget is None else Exit.of(model, None, steps, budget)
-    policy, own = parse_exit(text)
-    check_method(model, policy)
-    if own is not None and threshold is not None:
-        raise ConfigError(f"exit {text} has a threshold already: leave --threshold out.")
-    given = own if threshold is None else threshold
-    return Exit.of(model, policy(kept_threshold(run, policy.name) if given is None else given), steps, budget)
+    return asked_exit(model, *wanted, steps, lambda name: kept_threshold(run, name))
 
 
 def kept_threshold(run: Path, name: str) -> float:
@@ -79,7 +69,7 @@ def kept_threshold(run: Path, name: str) -> float:
     if kept["step"] != step:
         warnings.warn(
             f"the threshold of exit {name} was found at step {kept['step']}, this is step {step}: calibrate it again",
-            stacklevel=4,
+            stacklevel=6,
         )
     return kept["threshold"]
 

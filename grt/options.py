@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from grt.config import ConfigError, RunConfig, load
+from grt.config import ConfigError, RunConfig, at_home, load
 from grt.presets import PRESETS, preset
 
 T = TypeVar("T")
@@ -68,7 +68,8 @@ def starting_config(arguments: list[str]) -> tuple[RunConfig, list[str]]:
             at = arguments.index(option)
             path = Path(arguments[at + 1])
             rest = arguments if option == "--out" else arguments[:at] + arguments[at + 2 :]
-            return load(path / "config.json" if path.is_dir() else path), rest
+            file = path / "config.json" if path.is_dir() else path
+            return at_home(load(file), file.parent), rest
     if "-h" in arguments or "--help" in arguments:
         return preset("grt-nano"), arguments
     raise ConfigError("name a preset (`grt list` shows all, grt-nano is one) or a file with --config.")

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from grt.config import VERSION, ConfigError, RunConfig, at_least, identity
 from grt.data.tokenizer import Tokenizer, get_tokenizer
-from grt.evals.continuations import AtOnce, Halting, Scorer, TokenByToken
+from grt.evals.continuations import AtOnce, Halting, HaltingTokenByToken, Scorer, TokenByToken
 from grt.evals.scores import ScoreFile, Scores
 from grt.exits import NOBODY, Wanted, find_exit, home_of
 from grt.model.cache import KVCache
@@ -41,7 +41,7 @@ def task_report(
     each of `depths` (default R) under each of the strategies `kv` (default full), and every setting.
 
     batch_size: requests at a time (None: as many as make BATCH_TOKENS). cache: where scores are kept (default:
-    RUN/scores). exit: tokens leave on their own, at the one depth given at the latest. ConfigError for what cannot be
+    RUN/scores). exit: tokens leave on their own, at each depth at the latest. ConfigError for what cannot be
     measured, before anything is computed.
     """
     start = time.perf_counter()
@@ -109,9 +109,8 @@ def ways_to_score(
     halting = find_exit(checkpoint, model, exit, depths[-1])
     if halting is None:
         return {strategy: (scorer_of(model, strategy, depths, dtype), depths) for strategy in kv}, None
-    if kv != ["full"] or len(depths) > 1:
-        raise ConfigError("exit goes with keys of every step and one depth, the deepest: leave --kv out, or --exit.")
-    return {"full": (Halting(model, halting, dtype), depths)}, halting
+    exits = [Exit.of(model, halting.policy, depth) for depth in depths]
+    return {strategy: (halting_scorer_of(model, strategy, exits, dtype), depths) for strategy in kv}, halting
 
 
 def settings(
@@ -138,6 +137,12 @@ def scorer_of(model: RecurrentDepthModel, strategy: str, depths: Sequence[int], 
     if strategy == "full":
         return AtOnce(model, depths, dtype)
     return TokenByToken(model, depths, dtype, strategy)
+
+
+def halting_scorer_of(model: RecurrentDepthModel, strategy: str, exits: Sequence[Exit], dtype: torch.dtype) -> Scorer:
+    if strategy == "full":
+        return Halting(model, exits, dtype)
+    return HaltingTokenByToken(model, exits, dtype, strategy)
 
 
 def measure(tasks: dict[str, Any], scores: Scores, tokenizer: Tokenizer, limit: int | None) -> list[dict[str, Any]]:

@@ -8,13 +8,23 @@ import torch
 
 from grt.config import ConfigError
 from grt.evals import continuations
-from grt.evals.continuations import AtOnce, Halting, Pair, Score, TokenByToken, batches, pieces, score
+from grt.evals.continuations import (
+    AtOnce,
+    Halting,
+    HaltingTokenByToken,
+    Pair,
+    Score,
+    TokenByToken,
+    batches,
+    pieces,
+    score,
+)
 from grt.evals.scores import ScoreFile, Scores, key_of
 from grt.evals.sharing import forced_log_probs
 from grt.methods import METHODS
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.exit import Exit, parse_exit
+from grt.model.exit import Exit, asked_exit, parse_exit
 from grt.model.halting import halting_cache, run_halting
 
 T = 12  # the tiny models' context
@@ -49,9 +59,13 @@ def assert_close(got, want, tolerance=1e-5):
         assert got[name][1:] == one[1:], name
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "dense"])
 def test_at_once_is_one_plain_pass_a_pair(tiny, method):
-    model, pairs, depths = tiny(method, dtype=torch.float32), pairs_of(20), [0, 1, 3]
+    if method == "dense":
+        model, depths = tiny("ladder", "4L", dtype=torch.float32), [0]
+    else:
+        model, depths = tiny(method, "1+1x3+1", dtype=torch.float32), [0, 1, 3]
+    pairs = pairs_of(12)
     likely = [model(torch.tensor([context[:T]]))[0, -1].argmax().item() for context, _ in pairs[:5]]
     pairs += [Pair(pair.context, [token]) for pair, token in zip(pairs, likely, strict=False)]
     want = {}
@@ -71,7 +85,7 @@ CASES = [*(("grt", strategy) for strategy in STRATEGIES), ("mor", "first"), ("po
 
 @pytest.mark.parametrize(("method", "strategy"), CASES)
 def test_token_by_token_in_a_batch_is_each_alone(tiny, method, strategy):
-    model, pairs, depths = tiny(method, dtype=torch.float32, spread=0.5), pairs_of(12, seed=1), [1, 3]
+    model, pairs, depths = tiny(method, "1+1x3+1", dtype=torch.float32, spread=0.5), pairs_of(7, seed=1), [1, 3]
     got = scores_of(TokenByToken(model, depths, torch.float32, strategy), pairs, 4)
     for i, (context, text) in enumerate(pairs):
         for depth in depths:
@@ -90,7 +104,7 @@ def test_tokens_that_leave_on_their_own(tiny, policy):
     model, pairs = tiny(dtype=torch.float32), pairs_of(12, seed=3)
     made, threshold = parse_exit(policy)
     exit = Exit.of(model, made(threshold), 3)
-    got = scores_of(Halting(model, exit, torch.float32), pairs, 4)
+    got = scores_of(Halting(model, [exit], torch.float32), pairs, 4)
     for i, (context, text) in enumerate(pairs):
         ctx, nats, steps = LoopContext(cache=halting_cache(model, exit, 1, T)), 0.0, 0
         for at, token in enumerate([*context, *text[:-1]], 1 - len(context)):
@@ -105,6 +119,30 @@ def test_tokens_that_leave_on_their_own(tiny, policy):
         assert_close({(i, 3): s for (i, _), s in plain.items()}, got)
     else:
         assert len({s.steps / len(pairs[i].text) for (i, _), s in got.items()}) > 1, "all tokens went as deep"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tokens_that_leave_with_shared_keys(tiny, strategy):
+    """At several depths at the latest, in a batch with padding, as each alone and token by token."""
+    model, pairs = tiny(dtype=torch.float32, spread=0.5), pairs_of(8, seed=3)
+    exits = [asked_exit(model, "state:0.7", steps=steps) for steps in (2, 3)]
+    got = scores_of(HaltingTokenByToken(model, exits, torch.float32, strategy), pairs, 4)
+    taken = set()
+    for i, (context, text) in enumerate(pairs):
+        for exit in exits:
+            cache = halting_cache(model, exit, 1, T, strategy=strategy, prompt=len(context))
+            nats, steps = 0.0, 0
+            for ids, token in zip([context, *([t] for t in text[:-1])], text, strict=True):
+                with torch.inference_mode():
+                    logits, depths = run_halting(model, torch.tensor([ids]), LoopContext(cache=cache), exit)
+                cache.commit()
+                nats += logits[0, -1].log_softmax(-1)[token].item()
+                steps += int(depths[0, -1])
+                taken.add(int(depths[0, -1]))
+            assert got[i, exit.steps].log_prob == pytest.approx(nats, abs=2e-5) and got[i, exit.steps].steps == steps
+    assert taken == {1, 2, 3}
+    if strategy == "full":
+        assert_close(got, scores_of(Halting(model, exits, torch.float32), pairs, 4))
 
 
 def test_a_pair_that_is_too_long_is_cut_as_lm_eval_cuts():

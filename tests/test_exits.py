@@ -175,8 +175,8 @@ def test_tables_for_people(run, capsys):
 
 def test_each_mistake_has_its_sentence(refused, run, tmp_path):
     for told, *arguments in (
-        ("threshold is 3, of no policy: give --exit as well", "generate", "--threshold", "3"),
-        ("exit kl:1 has a threshold already: leave --threshold out", "eval", "--exit", "kl:1", "--threshold", "3"),
+        ("threshold is 3, of no policy: give exit as well", "generate", "--threshold", "3"),
+        ("exit kl:1 has a threshold already: leave threshold out", "eval", "--exit", "kl:1", "--threshold", "3"),
         ("already: name the policy alone, kl", "calibrate", "--exit", "kl:1", "--mean-depth", "2"),
         ("either --mean-depth or --loss-increase", "calibrate", "--exit", "kl"),
         ("either --mean-depth or", "calibrate", "--exit", "kl", "--mean-depth", "2", "--loss-increase", "1"),

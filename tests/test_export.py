@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hub import Hub
 from safetensors.torch import load_file, save_file
 
 from grt.cli import main
@@ -51,6 +52,8 @@ for folder in sys.argv[1:]:
     model.generation_config.eos_token_id = None
     options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
     seen["text"] = model.generate(ids[:, :4], num_steps=min(2, model.config.num_steps), kv="first", **options)
+    if not model.config.blocks.is_dense and model.loop.rule.halts:
+        seen["halted"] = model.generate(ids[:, :4], exit="state:0.5", **options)
     save_file(seen, folder + "/seen.safetensors")
 """
 
@@ -82,6 +85,9 @@ def check_seen(model, folder: Path, ids: torch.Tensor) -> None:
     steps = min(2, hf.config.num_steps)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_steps": steps, "kv": "first"}
     assert torch.equal(seen["text"], hf.generate(ids[:, :4], **options))
+    if "halted" in seen:
+        options |= {"num_steps": None, "kv": "full", "exit": "state:0.5"}
+        assert torch.equal(seen["halted"], hf.generate(ids[:, :4], **options))
 
 
 @pytest.mark.timeout(300)
@@ -189,23 +195,19 @@ def test_pushing(nano, tmp_path, monkeypatch, capsys):
     assert main(["export", str(NANO), str(tmp_path / "a"), "--push", "me/nano", "--dry-run"]) == 0
     told = capsys.readouterr().out
     assert "would upload to me/nano:" in told and "model.safetensors 2,978,728" in told
-    calls = []
-
-    class Api:
-        def create_repo(self, repo, exist_ok):
-            calls.append(repo)
-            return f"https://a.hub/{repo}"
-
-        def upload_folder(self, repo_id, folder_path, commit_message):
-            calls.append((repo_id, folder_path))
-
-    monkeypatch.setattr("grt.hf.hub.HfApi", Api)
-    assert main(["export", str(NANO), str(tmp_path / "b"), "--push", "me/nano"]) == 0
-    assert calls == ["me/nano", ("me/nano", tmp_path / "b")] and "https://a.hub/me/nano" in capsys.readouterr().out
-    monkeypatch.setattr(Api, "create_repo", lambda *_, **__: 1 / 0)
-    assert main(["export", str(NANO), str(tmp_path / "c"), "--push", "me/nano"]) == 2
+    with Hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        assert main(["export", str(NANO), str(tmp_path / "b"), "--push", "me/nano"]) == 0
+        assert f"{hub.address}/me/nano" in capsys.readouterr().out
+        assert hub.created == ["nano"] and hub.tokens == {"Bearer hf_secret"}
+        written = {str(p.relative_to(tmp_path / "b")): p.read_bytes() for p in (tmp_path / "b").rglob("*")}
+        assert hub.files == written and "model.safetensors" in written
+        hub.refuses = True
+        assert main(["export", str(NANO), str(tmp_path / "c"), "--push", "me/nano"]) == 2
     told = capsys.readouterr().err
-    assert "me/nano cannot be written (division by zero): check its name" in told and told.count("\n") == 1
+    assert "me/nano cannot be written (" in told and "check its name, the network and `hf auth login`" in told
+    assert told.count("\n") == 1 and (tmp_path / "c/model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,11 @@ def test_tokens_that_leave_on_their_own(nine, capsys, tmp_path):
     at_1 = [row for row in nine[0]["results"] if row["depth"] == 1 and row["task"] in ("arc_easy", "lambada_openai")]
     assert {row["mean_depth"] for row in report["results"]} == {row["mean_depth"] for row in at_1} == {1.0}
     same_numbers([{**row, "depth": 1} for row in report["results"]], at_1, 1e-4)
-    report = evaluated(capsys, NANO, *options, "state:0.2")
-    assert all(1 < row["mean_depth"] < 6 for row in report["results"])
+    report = evaluated(capsys, NANO, *options, "state:0.2", "--depths", 2, 6, "--kv", "full", "mean", "--limit", 2)
+    rows = report["results"]
+    assert len(rows) == 8 and report["depths"] == [2, 6] and report["kv"] == ["full", "mean"]
+    assert all(1 < row["mean_depth"] <= row["depth"] for row in rows) and rows[1]["mean_depth"] < 6
+    assert len({row["perplexity"] for row in rows if row["task"] == "lambada_openai"}) == 4
 
 
 def test_the_report_names_every_setting_and_a_table_shows_it(nine, capsys):
@@ -295,7 +298,7 @@ def test_the_report_names_every_setting_and_a_table_shows_it(nine, capsys):
         (["--tasks", "piqa", "--batch-size", "0"], "batch_size is 0: it must be at least 1"),
         (["--tasks", "piqa", "--kv", "fist"], "kv is 'fist': choose one of full"),
         (["--tasks", "piqa", "--depth", "-1"], "depth is -1: give at least 0"),
-        (["--tasks", "piqa", "--exit", "kl:0.1", "--kv", "mean"], "exit goes with keys of every step and one depth"),
+        (["--tasks", "piqa", "--exit", "fixed:2", "--depths", "1", "3"], "exit fixed:2 asks for more than the 1 steps"),
         (["--tasks", "piqa", "--exit", "kl:0.1", "--budget", "2"], "budget is of texts that a model writes"),
     ],
 )

@@ -1,6 +1,7 @@
 """GPT-2 as Hugging Face keeps it, into grt and out again."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from grt.config import Layout
 from grt.infer.generate import generate
 from grt.methods import build_model
 from grt.model.convert import convert
+from grt.options import starting_config
 from grt.train.checkpoint import load_model
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
@@ -116,11 +118,17 @@ def test_its_tokenizer_comes_along(folder, tmp_path):
         (source / file.name).write_bytes(file.read_bytes())
     (source / "tokenizer.json").write_text(get_tokenizer("bytes").json(), encoding="utf-8")
     assert run(source, "--out", tmp_path / "ours") == 0
-    config = load_model(tmp_path / "ours")[1]
-    assert config.data.tokenizer == f"hf:{tmp_path / 'ours/tokenizer.json'}"
-    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
+    shutil.rmtree(source)
+    (tmp_path / "ours").rename(tmp_path / "moved")
+    assert str(tmp_path) not in (tmp_path / "moved/config.json").read_text(encoding="utf-8")
+    config = load_model(tmp_path / "moved")[1]
+    assert config.data.tokenizer == f"hf:{tmp_path / 'moved/tokenizer.json'}"
+    assert starting_config(["--config", str(tmp_path / "moved")])[0] == config
+    assert main(["export", str(tmp_path / "moved"), str(tmp_path / "again")]) == 0
+    assert str(tmp_path) not in (tmp_path / "again/README.md").read_text(encoding="utf-8")
     assert AutoTokenizer.from_pretrained(tmp_path / "again")("ab")["input_ids"] == [97, 98]
     # GPT-2's own vocabulary is known by its tokens
+    shutil.copytree(folder, source)
     (source / "tokenizer.json").write_text(get_tokenizer("gpt2").json(), encoding="utf-8")
     assert run(source, "--out", tmp_path / "known") == 0
     assert load_model(tmp_path / "known")[1].data.tokenizer == "gpt2"

@@ -103,6 +103,17 @@ def test_latex():
     )
 
 
+def test_cells_that_latex_or_markdown_would_take_for_their_own():
+    """LaTeX: an argument of the row's end before it, a dash for a bar; Markdown: a further column or row."""
+    table = Table("a sweep#1", "", ("[m]", "*"), [("[1] x|y", "[2]"), ("*z", "**a*b**"), ("", "two\nlines")])
+    body = table.latex().splitlines()
+    assert body[3] == r"  \label{a-sweep-1}"
+    assert [line.strip() for line in (body[6], *body[8:11])] == [
+        r"{}[m] & * \\", r"{}[1] x\textbar{}y & [2] \\", r"{}*z & \textbf{a*b} \\", r"& two lines \\",
+    ]  # fmt: skip
+    assert table.markdown().splitlines()[4:] == [r"| [1] x\|y | [2] |", "| *z | **a*b** |", "|  | two lines |"]
+
+
 def test_a_report_is_the_same_bytes_again(tmp_path):
     found = Report("Title", [TABLE], {"fig_x": lambda axes: axes.plot([1, 2], [2, 1])}, ["A note."])
     paths = found.write(tmp_path, "name")
@@ -147,6 +158,14 @@ def test_a_figure_that_fails_leaves_the_old_one(tmp_path):
             "--only 'zz' names 0 runs: give more of the hash",
         ),
         (["run", "tab_main", "--only", "", "--seeds", "1"], "--only '' names 7 runs: give more of the hash"),
+        (["run"], "no experiment is named: give one of learning_rates, tab_main, "),
+        (["build", "--seeds", "1"], "or all, or a file with RUNS(scale, seeds)."),
+        (
+            ["run", "all", "--sbatch", "--only", "a"],
+            "--sbatch prints an array of all that is missing: leave --only out",
+        ),
+        (["run", "all", "--only", "a", "--only=b"], "--only is given more than once: give it once, with all hashes"),
+        (["run", "tab_hyperparams", "--sbatch"], "there are no runs at scale nano: nothing to submit."),
         (["paint"], "'paint' is nothing that grt paper does: choose one of list, run, build."),
         ([], "say what to do with the paper's tables: choose one of list, run, build."),
     ],
@@ -166,13 +185,46 @@ def test_what_cannot_be_asked_for(capsys, tmp_path, monkeypatch, arguments, says
         ("def RUNS(:", "sweep.py cannot be run (SyntaxError: "),
         ("x = 1\nx / 0", "sweep.py, line 2 cannot be run (ZeroDivisionError: division by zero): mend it."),
         ("def RUNS(scale, seeds):\n    return [{}['lr']]", "sweep.py, line 2 cannot be run (KeyError: 'lr'): mend it."),
-        ("def RUNS(scale, seeds):\n    return None", "sweep.py cannot be run (TypeError: 'NoneType' object is not"),
+        ("def RUNS(scale, seeds):\n    return None", "sweep.py returns NoneType: return a list of RunConfig."),
+        ("RUNS = lambda scale, seeds: [{}]", "sweep.py returns a list with dict: return a list of RunConfig."),
         ("from grt.presets import preset\npreset('grt-nanoo')", "unknown preset 'grt-nanoo': did you mean grt-nano?"),
     ],
 )
 def test_a_file_that_is_no_experiment(capsys, tmp_path, source, says):
     (tmp_path / "sweep.py").write_text(source)
     assert says in refused(capsys, "run", tmp_path / "sweep.py", "--results", tmp_path, "--runs", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "", "two\nlines", "x" * 65])
+def test_a_run_whose_name_is_no_folder(capsys, tmp_path, name):
+    """It would be trained, and never found."""
+    file = tmp_path / "sweep.py"
+    file.write_text(f"from grt.config import RunConfig\nRUNS = lambda scale, seeds: [RunConfig(name={name!r})]\n")
+    for action in ("run", "build"):
+        said = refused(capsys, action, file, "--results", tmp_path)
+        assert said.startswith(
+            f"RUNS(scale, seeds) of {file} names a run {name!r}: as it names a folder, give it up to"
+        )
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("None", "build(results) of FILE returns NoneType: return a Report (grt.paper.report)."),
+        ("Report('T', None)", "FILE builds a report that is not all text (TypeError: "),
+        (
+            "Report('T', [Table('t', '', ['a'], [[3.5]])])",
+            "FILE builds a report that is not all text (AttributeError: ",
+        ),
+        ("Report('T', [], {'fig': lambda axes: 1 / 0})", "FILE, line 3 cannot draw fig (ZeroDivisionError: division"),
+        ("Report('T', [], {'fig': lambda axes: axes.set_title('$a_$')})", "FILE cannot draw fig (ValueError: "),
+    ],
+)
+def test_a_build_that_builds_nothing(capsys, tmp_path, source, says):
+    file = tmp_path / "sweep.py"
+    lines = ["from grt.paper.report import Report, Table", "RUNS = lambda scale, seeds: []"]
+    file.write_text("\n".join([*lines, f"build = lambda results: {source}\n"]))
+    assert refused(capsys, "build", file, "--results", tmp_path).startswith(says.replace("FILE", str(file)))
 
 
 def test_a_build_of_ones_own(capsys, tmp_path):

@@ -1,5 +1,6 @@
 """`grt paper`: what finished runs leave behind, what is named as damaged, and the same runs as a Slurm array."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from tiny import finish, quick, tiny, write_text
 from grt import cli
 from grt.config import config_hash, dump, load
 from grt.paper import slurm
-from grt.paper.results import LOGGED, Results, collect
+from grt.paper.results import LOGGED, Result, Results, collect
 from grt.presets import change
 from grt.train.log import read_metrics
 
@@ -70,31 +71,93 @@ def cut(text):
     return text[: len(text) // 2]
 
 
-def without_losses(text):
-    document = json.loads(text)
-    del document["evaluation"]["loss_by_depth"]
-    return json.dumps(document)
+def with_value(section: str, *keys: str, value=None):
+    """Spoils result.json: that value there, or nothing at all."""
+
+    def spoil(text):
+        document = json.loads(text)
+        at = document[section]
+        for key in keys[:-1]:
+            at = at[key]
+        del at[keys[-1]]
+        if value is not None:
+            at[keys[-1]] = value
+        return json.dumps(document)
+
+    return spoil
 
 
-def text_for_seconds(text):
-    document = json.loads(text)
-    document["cost"]["seconds"] = None
-    return json.dumps(document)
-
-
-@pytest.mark.parametrize("spoil", [cut, without_losses, text_for_seconds, lambda text: "[]", lambda text: "{}"])
-def test_a_damaged_result_is_named(run, tmp_path, capsys, spoil):
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (cut, "Expecting "),
+        (lambda text: "[" * 100_000, "maximum recursion"),
+        (lambda text: "[]", "list indices must be"),
+        (lambda text: "{}", "it has no 'evaluation'"),
+        (with_value("cost", "parameters"), "it has no 'parameters'"),
+        (with_value("cost", "seconds", value="1"), "seconds is '1', no finite number"),
+        (with_value("cost", "training_flops", value=10**400), "training_flops is 1000"),
+        (with_value("evaluation", "loss", value=float("nan")), "loss is nan, no finite number"),
+        (with_value("evaluation", "loss_by_depth", "1", value=float("inf")), "the loss at depth 1 is inf"),
+        (with_value("evaluation", "loss_by_depth", "2"), "loss_by_depth is not of the depths 0 to 3"),
+        (with_value("evaluation", "loss_by_depth"), "it has no 'loss_by_depth'"),
+        (with_value("evaluation", "depths", "3", "flops_per_token"), "it has no 'flops_per_token'"),
+        (with_value("evaluation", "data", value=5), "'int' object is not subscriptable"),
+        (with_value("evaluation", "data", "sha256", value=5), "data.sha256 is no text"),
+    ],
+)
+def test_a_damaged_result_is_named(run, tmp_path, capsys, spoil, says):
     path = collect(run, tmp_path / "nano") / "result.json"
     path.write_text(spoil(path.read_text()))
     for action in ("build", "run"):
         said = refused(capsys, action, "tab_seeds", "--results", tmp_path)
-        assert said.startswith(f"{path} is damaged (") and said.endswith("): remove its folder and run it again.")
+        assert said.startswith(f"{path} is damaged ({says}") and said.endswith("): remove its folder and run it again.")
 
 
-def test_a_damaged_config_is_named(run, tmp_path, capsys):
-    path = collect(run, tmp_path / "nano") / "config.json"
-    path.write_text(cut(path.read_text()))
-    assert str(path) in refused(capsys, "build", "tab_seeds", "--results", tmp_path)
+@pytest.mark.parametrize("name", ["env.json", "config.json"])
+def test_damage_beside_a_result_is_named(run, tmp_path, capsys, name):
+    path = collect(run, tmp_path / "nano") / name
+    for text in (cut(path.read_text()), "5", "{}", None):
+        path.unlink() if text is None else path.write_text(text)
+        if (name, text) == ("config.json", "{}"):  # a config by defaults, of which the losses are not
+            path = path.with_name("result.json")
+        said = refused(capsys, "build", "study", "--results", tmp_path)
+        assert said.startswith(str(path)) and said.endswith(": remove its folder and run it again.")
+        assert said.count(": remove") == 1 and ": give" not in said and ": restore" not in said
+        path = path.with_name(name)
+
+
+def test_accuracy_of_a_depth_task_belongs_to_its_result(run, config):
+    document = json.loads((collect(run, run.parent / "collected") / "result.json").read_text())
+    task = change(config, data={"path": "task:addition:2"})
+    accuracy = {str(k): {"2 operands": 0.5} for k in range(4)}
+    for by_depth, says in [
+        (accuracy, ""),
+        (accuracy | {"0": {}}, "accuracy_by_depth is not of the depths 0 to 3"),
+        ({"3": accuracy["3"]}, "accuracy_by_depth is not of the depths 0 to 3"),
+        (accuracy | {"1": {"2 operands": None}}, "accuracy at depth 1 of 2 operands is None, no finite number"),
+    ]:
+        found = Result(run, task, document["evaluation"] | {"accuracy_by_depth": by_depth}, document["cost"], {})
+        with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
+            found.check()
+
+
+@pytest.mark.parametrize("text", ['{"sharing": {"mean": {}}}', '{"sharing": {"full": {"loss": NaN}}}', "[]"])
+def test_damaged_numbers_of_sharing_are_named(tmp_path, capsys, text):
+    path = tmp_path / "nano" / "kvcache_bar.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    assert refused(capsys, "build", "fig_kvcache_bar", "--results", tmp_path).startswith(f"{path} is damaged (")
+
+
+@pytest.mark.parametrize("action", ["list", "build tab_seeds", "run tab_seeds"])
+def test_results_are_no_file(tmp_path, capsys, action):
+    for path in (tmp_path / "nano", tmp_path / "results"):
+        path.write_text("")
+        root = tmp_path if path.name == "nano" else path
+        said = refused(capsys, *action.split(), "--results", root)
+        assert said == f"--results: {path} is a file: give a folder."
+        path.unlink()
 
 
 # Slurm
@@ -154,6 +217,15 @@ def test_one_time_limit_for_all_that_are_named(config, tmp_path, monkeypatch):
     prefixes = [config_hash(c)[:12] for c in configs]
     assert slurm.train_only(configs, prefixes, Results(tmp_path, "nano", [0]), tmp_path, 10.0) == 0
     assert given == [(0, 10.0), (1, 6.0)]
+
+
+def test_threads_of_those_that_are_named(sweep, config, monkeypatch):
+    given = []
+    monkeypatch.setattr(slurm, "train_and_collect", lambda c, *where: given.append(c.train.threads) or 0)
+    seven = config_hash(change(config, train={"seed": 7, "steps": 5}))
+    for more in (["--threads", "3"], []):
+        assert cli.main(asked(sweep, "--only", seven, *more)) == 0
+    assert given == [3, config.train.threads] == [3, 1]
 
 
 def test_a_prefix_of_several_trains_none(config, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def finished(results: Results, name: str, losses: dict[int, dict[int, float]], s
         config = change(row(name, "nano"), train={"seed": seed})
         evaluation = {"loss": by_depth[max(by_depth)], "loss_by_depth": {str(k): v for k, v in by_depth.items()}}
         cost = {"seconds": seconds + seed, "training_flops": 1.0}
-        found[config_hash(config)] = Result(results.folder, config, evaluation, cost)
+        found[config_hash(config)] = Result(results.folder, config, evaluation, cost, {})
     results.__dict__["runs"] = results.__dict__.get("runs", {}) | found
 
 

@@ -133,7 +133,7 @@ def test_the_budget_ends_a_draft(tiny, n):
     """With room behind it, and where the context of 12 tokens ends."""
     model, prompt = tiny(dtype=torch.float32), list(range(12 - n))
     assert tokens_of(speak(model, n=n, draft=Draft(2, 50))) == plain(model, n=n)
-    got = tokens_of(speak(model, prompt, None, draft=Draft(1, 5)))
+    got = tokens_of(speak(model, prompt, None if n else 0, draft=Draft(1, 5)))
     assert len(got) == n and got == plain(model, prompt, n)
 
 
@@ -319,6 +319,7 @@ def test_training_mode_is_left_as_it_was(tiny):
         ("grt", "1+2x3+1", {"kv": "mean"}, "kv shares"),
         ("grt", "1+2x3+1", {"kv": "mod:3"}, "kv shares"),
         ("grt", "1+2x3+1", {"draft": Draft(3)}, "draft_depth is 3: give at least 1, and less than the full depth of 3"),
+        ("grt", "1+2x3+1", {"draft": Draft(), "depth": 1}, "a draft takes fewer steps than the depth of 1: give more"),
         ("grt", "1+2x3+1", {"draft": Draft(0)}, "draft_depth is 0: give at least 1"),
         ("grt", "1+2x3+1", {"draft": Draft(2), "depth": 2}, "draft_depth is 2: .* less than the full depth of 2"),
         ("grt", "1+2x3+1", {"draft": Draft(1, 0)}, "draft_tokens is 0: it must be at least 1"),

@@ -49,6 +49,40 @@ def test_addition_is_text_with_reversed_sums():
         assert group == f"{problem.count('+') + 1} operands"
 
 
+def test_every_answer_that_a_window_holds_is_counted():
+    """Its line end may be the window's last target; one digit less, and it is cut off."""
+    ending = 0
+    for seed in range(40):
+        length = 64 + seed % 8
+        ids, targets = addition(random.Random(seed), length, 4)
+        text = bytes([*ids.tolist(), targets[-1]]).decode()
+        spans = list(addition_spans(ids))
+        assert len(spans) == text.count("\n")
+        assert all(targets[stop - 1] == ord("\n") for _, _, stop in spans)
+        if text.endswith("\n"):
+            ending += 1
+            assert spans[-1].stop == length and len(list(addition_spans(ids[:-1]))) == len(spans) - 1
+    assert ending
+
+
+@pytest.mark.parametrize(
+    ("source", "shortest"), [("task:p-hop:3", 21), ("task:addition:2", 9), ("task:addition:11", 37)]
+)
+def test_a_window_holds_a_whole_problem(source, shortest):
+    split = open_task(source).split("val")
+    with pytest.raises(
+        ConfigError, match=rf"is {shortest - 1}, .* of {source}: take a model of a context of {shortest} or"
+    ):
+        split.require(shortest)
+    split.require(shortest + 1)
+
+
+def test_the_longest_problem_just_fits():
+    most = 11
+    ids = np.frombuffer(("99+" * most)[:-1].encode() + b"=9801", np.uint8)[: 3 * most + 4]
+    assert [span.group for span in addition_spans(ids)] == ["11 operands"] and not list(addition_spans(ids[:-1]))
+
+
 def test_splits_are_functions_of_their_name():
     data = open_task("task:p-hop:3")
     train, val = data.split("train"), data.split("val")
@@ -81,6 +115,14 @@ def test_accuracy_counts_whole_answers(monkeypatch):
     found = accuracy_by_depth(model, split, limit=8)
     assert found[0] == {"2 operands": 0.0, "3 operands": 0.0} == found[1]
     assert found[2] == found[3] == {"2 operands": 1.0, "3 operands": 1.0}
+
+
+def test_a_run_whose_context_is_too_short_is_refused(tmp_path, monkeypatch, capsys):
+    quick(monkeypatch)
+    preset = "grt-nano --model.d-model 16 --model.n-heads 2 --data.path task:addition:6 --model.context 16"
+    assert main(["train", *preset.split(), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("grt: model.context is 16, too short for one problem of task:addition:6: take a model of")
 
 
 def test_a_run_on_a_task(tmp_path, monkeypatch, capsys):

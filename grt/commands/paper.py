@@ -19,7 +19,7 @@ SEEDS = "1337,42,123"
 class Run:
     """Train what a table or figure needs and is not there yet; what was interrupted goes on."""
 
-    name: Name
+    name: Name = ""
     """An experiment, all of them, or a Python file with RUNS(scale, seeds)."""
     scale: str = "nano"
     """nano, small, medium or large."""
@@ -28,7 +28,7 @@ class Run:
     jobs: int = 1
     """Runs at a time; they divide the threads among them."""
     threads: int = 0
-    """CPU threads of all runs together; 0: as many as there are cores."""
+    """CPU threads of all runs together; 0: as many as there are cores (with --only: as each run's config says)."""
     max_time: str = ""
     """Save and leave after this long, with exit code 0: 170m, 2h, 90s."""
     only: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Run:
 class Build:
     """Build tables and figures from collected results alone."""
 
-    name: Name
+    name: Name = ""
     """An experiment, all of them, or a Python file with RUNS(scale, seeds)."""
     scale: str = "nano"
     """nano, small, medium or large."""
@@ -86,10 +86,15 @@ def run_run(arguments: list[str]) -> int:
     seeds = checked(command.scale, command.seeds)
     at_least("--jobs", command.jobs, 1)
     at_least("--threads", command.threads, 0)
+    if command.sbatch and command.only:
+        raise ConfigError("--sbatch prints an array of all that is missing: leave --only out, or --sbatch.")
+    if sum(argument.partition("=")[0] == "--only" for argument in arguments) > 1:
+        raise ConfigError("--only is given more than once: give it once, with all hashes after it.")
     from grt.paper.engine import Engine, cores
     from grt.paper.experiment import experiments
     from grt.paper.results import Results
     from grt.paper.slurm import array_script, train_only
+    from grt.presets import change
     from grt.train.interrupt import parse_duration
 
     seconds = parse_duration(command.max_time) if command.max_time else None
@@ -100,9 +105,10 @@ def run_run(arguments: list[str]) -> int:
         print(array_script(configs, results, ["grt", "paper", "run", *without(arguments, "--sbatch")]), end="")
         return 0
     if command.only:
+        if command.threads:
+            configs = [change(config, train={"threads": command.threads}) for config in configs]
         return train_only(configs, command.only, results, runs, seconds)
-    threads = max(1, (command.threads or cores()) // command.jobs)
-    return Engine(configs, results, runs, command.jobs, threads).run(seconds)
+    return Engine(configs, results, runs, command.jobs, command.threads or cores()).run(seconds)
 
 
 def without(arguments: list[str], flag: str) -> list[str]:

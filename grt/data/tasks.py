@@ -38,21 +38,29 @@ class Span(NamedTuple):
 
 
 class TaskSplit(Split):
-    """Sequence k of a split is a function of its name and k; `make(rng, T)` gives ids and targets, each (T,)."""
+    """Sequence k of a split is a function of its name and k; `make(rng, T)` gives ids and targets, each (T,). T is at
+    least `shortest`."""
 
-    def __init__(self, task: str, name: str, make: Callable, spans: Callable[[np.ndarray], Iterator[Span]]):
+    def __init__(
+        self, task: str, name: str, make: Callable, spans: Callable[[np.ndarray], Iterator[Span]], shortest: int
+    ):
         self.name, self.folder, self.vocab_size = name, Path(task), ByteTokenizer.vocab_size
         self.n_documents = VALIDATION if name == "val" else 1 << 40
         self.n_tokens = self.n_bytes = self.n_documents * SEQUENCE
         self.sha256 = hashlib.sha256(f"{task}/{name}".encode()).hexdigest()
-        self._make, self.spans = make, spans
+        self._make, self.spans, self.shortest = make, spans, shortest
         self.has_bigrams = False  # of a task, they say nothing
 
     def window(self, start: int, context: int) -> tuple[np.ndarray, np.ndarray]:
         return self._make(random.Random(f"{self.folder}/{self.name}/{start}"), context)
 
     def require(self, n_tokens: int) -> None:
-        pass
+        """ConfigError unless a window of so many tokens, the last target included, holds a whole problem."""
+        if n_tokens - 1 < self.shortest:
+            raise ConfigError(
+                f"model.context is {n_tokens - 1}, too short for one problem of {self.folder}: take a model of a "
+                f"context of {self.shortest} or more."
+            )
 
     def n_starts(self, context: int) -> int:
         return self.n_documents
@@ -69,8 +77,8 @@ class TaskData(Prepared):
 
     splits: dict[str, TaskSplit]
 
-    def __init__(self, source: str, make: Callable, spans: Callable[[np.ndarray], Iterator[Span]]):
-        splits = {name: TaskSplit(source, name, make, spans) for name in ("train", "val")}
+    def __init__(self, source: str, make: Callable, spans: Callable[[np.ndarray], Iterator[Span]], shortest: int):
+        splits = {name: TaskSplit(source, name, make, spans, shortest) for name in ("train", "val")}
         entries = {name: {"sha256": split.sha256, "tokens": split.n_tokens} for name, split in splits.items()}
         meta = {"corpus_sha256": hashlib.sha256(source.encode()).hexdigest(), "splits": entries}
         super().__init__(Path(source), meta)
@@ -96,8 +104,9 @@ def open_task(source: str, tokenizer: str) -> TaskData:
     if tokenizer != "bytes":
         raise ConfigError(f"{source} is made of bytes, the run reads {tokenizer}: set --data.tokenizer bytes.")
     if match[1] == "p-hop":
-        return TaskData(source, lambda rng, length: p_hop(rng, length, number), p_hop_spans)
-    return TaskData(source, lambda rng, length: addition(rng, length, number), addition_spans)
+        return TaskData(source, lambda rng, length: p_hop(rng, length, number), p_hop_spans, COUNTED_FROM + 1)
+    longest = 3 * number + len(str(99 * number))  # operands with what follows each, the digits of the sum
+    return TaskData(source, lambda rng, length: addition(rng, length, number), addition_spans, longest)
 
 
 def p_hop(rng: random.Random, length: int, hops: int) -> tuple[np.ndarray, np.ndarray]:
@@ -127,8 +136,10 @@ def addition(rng: random.Random, length: int, most: int) -> tuple[np.ndarray, np
 
 def addition_spans(ids: np.ndarray) -> Iterator[Span]:
     """The digits of each sum and the line end after them; a sum that the window cuts off is not counted."""
-    text = bytes(ids.tolist()).decode() + "\n"  # the last target of a whole answer may be the one after the last id
+    # The line end of an answer may be the target of the last id. A sum that is cut off before has lost its first digit,
+    # which is not 0: it is another number.
+    text = bytes(ids.tolist()).decode() + "\n"
     for problem in re.finditer(r"([\d+]+)=(\d+)\n", text):
         operands = [int(n) for n in problem[1].split("+")]
-        if int(problem[2][::-1]) == sum(operands) and problem.end() <= len(ids):
+        if int(problem[2][::-1]) == sum(operands):
             yield Span(f"{len(operands)} operands", problem.start(2) - 1, problem.end() - 1)

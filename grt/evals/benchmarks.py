@@ -5,6 +5,7 @@ DIR/NAME.jsonl: one item a line, with the fields that the task's data have on th
 """
 
 import difflib
+import functools
 import hashlib
 import json
 import re
@@ -24,7 +25,7 @@ NAME = re.compile(r"^task: *[\"']?([\w.-]+)[\"']? *$", re.M)
 
 
 def task_files(folder: Path) -> dict[str, Path]:
-    """Name -> YAML file, of every single task below a folder. (lm-eval's own index takes many times as long.)"""
+    """Name -> YAML file, of every single task below a folder."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("**/*.yaml")):
         if name := NAME.search(path.read_text(encoding="utf-8")):
@@ -32,11 +33,17 @@ def task_files(folder: Path) -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def known_tasks() -> dict[str, Path]:
+    """Those of lm-eval, which are thousands. (Its own index takes many times as long.)"""
+    return task_files(OWN)
+
+
 def load_tasks(names: list[str], data_dir: Path | None, scratch: Path) -> dict[str, Task]:
     """The tasks, zero-shot, each with its data read. scratch: a folder that lasts as long as they do. ConfigError where
     there is no such task, its data cannot be read, or it asks for more than log-probabilities."""
     own = {} if data_dir is None else {path.stem: path for path in data_dir.glob("*.yaml")}
-    files = own if own.keys() >= set(names) else task_files(OWN) | own
+    files = own if own.keys() >= set(names) else known_tasks() | own
     for name in names:
         if name not in files:
             nearest = difflib.get_close_matches(name, files, n=1, cutoff=0.0)[0]

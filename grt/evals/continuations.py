@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grt.config import ConfigError
+from grt.evals.halting import forced_halting
 from grt.evals.sharing import forced_logits
 from grt.model.context import LoopContext, left_padded
 from grt.model.depth import Depth
@@ -108,19 +109,40 @@ class AtOnce:
 
 
 class Halting:
-    """All tokens in one pass, each of which leaves the loop on its own, after exit.steps at the latest."""
+    """All tokens in one pass, each of which leaves the loop on its own; under each of `exits`, whose steps are the
+    depths that the scores are given for."""
 
-    def __init__(self, model: RecurrentDepthModel, exit: Exit, dtype: torch.dtype) -> None:
-        self.model, self.exit, self.dtype = model, exit, dtype
+    def __init__(self, model: RecurrentDepthModel, exits: Sequence[Exit], dtype: torch.dtype) -> None:
+        self.model, self.exits, self.dtype = model, exits, dtype
 
     @torch.inference_mode()
     def __call__(self, pairs: Sequence[Pair]) -> dict[int, list[Score]]:
-        model = self.model
+        model, scores = self.model, {}
         ids, scored = _rows(pairs, model.device)
-        ctx = LoopContext(cache=halting_cache(model, self.exit, *ids.shape))
-        with autocast(model.device, self.dtype):
-            logits, depths = run_halting(model, ids, ctx, self.exit)
-        return {self.exit.steps: _scores(logits[scored], pairs, depths[scored])}
+        for exit in self.exits:
+            ctx = LoopContext(cache=halting_cache(model, exit, *ids.shape))
+            with autocast(model.device, self.dtype):
+                logits, depths = run_halting(model, ids, ctx, exit)
+            scores[exit.steps] = _scores(logits[scored], pairs, depths[scored])
+        return scores
+
+
+class HaltingTokenByToken:
+    """As Halting, with the context as a prompt and then the text under a strategy of sharing keys and values."""
+
+    def __init__(self, model: RecurrentDepthModel, exits: Sequence[Exit], dtype: torch.dtype, strategy: str) -> None:
+        self.model, self.exits, self.dtype, self.strategy = model, exits, dtype, strategy
+
+    @torch.inference_mode()
+    def __call__(self, pairs: Sequence[Pair]) -> dict[int, list[Score]]:
+        model, scores = self.model, {}
+        prompt, real = left_padded([pair.context for pair in pairs], model.device)
+        text, scored = _right_padded([pair.text for pair in pairs], model.device)
+        for exit in self.exits:
+            with autocast(model.device, self.dtype):
+                logits, depths = forced_halting(model, prompt, text, self.strategy, exit, real)
+            scores[exit.steps] = _scores(logits[scored], pairs, depths[scored])
+        return scores
 
 
 class TokenByToken:

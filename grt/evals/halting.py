@@ -88,6 +88,26 @@ def _read(
     return torch.cat(logits, 1), torch.cat(depths, 1)
 
 
+@torch.inference_mode()
+def forced_halting(
+    model: RecurrentDepthModel, prompt: Tensor, text: Tensor, strategy: str, exit: Exit, real: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits (B, M, V) that predict text (B, M) after prompt (B, P), and the steps (B, M) of the tokens that they come
+    from, where steps share keys and values by `strategy` behind the prompt. real (B, P): False where a prompt has
+    padding, which comes first."""
+    (B, P), M = prompt.shape, text.shape[1]
+    cache = halting_cache(model, exit, B, P + M - 1, strategy=strategy, prompt=P)
+    logits, depths = run_halting(model, prompt, LoopContext(cache=cache, real=real), exit, last=True)
+    found = [(logits[:, -1:], depths[:, -1:])]
+    cache.commit()
+    for piece in text[:, :-1].split(1 if cache.core.sequential else max(M - 1, 1), dim=1):
+        if piece.shape[1]:
+            found.append(run_halting(model, piece, LoopContext(cache=cache), exit))
+            cache.commit()
+    logits, depths = zip(*found, strict=True)
+    return torch.cat(logits, 1), torch.cat(depths, 1)
+
+
 def calibrate(
     model: RecurrentDepthModel, split: Split, policy: type[ExitPolicy], steps: int, *, mean_depth: float | None = None,
     loss_increase: float | None = None, limit: int | None = None, batch_size: int = 16,

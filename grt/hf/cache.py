@@ -11,6 +11,8 @@ from transformers import Cache
 from grt.config import ConfigError
 from grt.hf.config import GRTConfig
 from grt.model.cache import KVCache
+from grt.model.exit import Exit, Spent
+from grt.model.halting import halting_cache
 from grt.model.recurrent import RecurrentDepthModel
 
 SMALLEST = 64  # tokens that a growing cache starts with; it doubles
@@ -18,17 +20,29 @@ SMALLEST = 64  # tokens that a growing cache starts with; it doubles
 
 class GRTCache(Cache):
     """For the sharing that `config` has now, and steps up to num_steps (default: the config's). max_cache_len: all the
-    tokens there will ever be room for (static); None: it grows up to the model's context. Raises ConfigError (a
-    ValueError) where it is full."""
+    tokens there will ever be room for (static); None: it grows up to the model's context. exit: when tokens leave the
+    loop, in place of num_steps (grt/hf/halting.py). Raises ConfigError (a ValueError) where it is full."""
 
-    def __init__(self, config: GRTConfig, max_cache_len: int | None = None, num_steps: int | None = None) -> None:
+    def __init__(
+        self, config: GRTConfig, max_cache_len: int | None = None, num_steps: int | None = None,
+        exit: Exit | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(layers=[])
-        self.num_steps = config.num_steps if num_steps is None else num_steps
+        steps = config.num_steps if num_steps is None else num_steps
+        self.num_steps = steps if exit is None else exit.steps
+        self.exit = exit
         self.kv, self.context = config.kv, config.recurrent.context
         self.n_slots = config.blocks.n_executions(self.num_steps)
         self.fixed_room = max_cache_len
         self.in_prompt = False  # more of the prompt may come, even one token
+        self.prompt_end = 0  # how many tokens it then has
+        self.spent: Spent | None = None  # by the tokens generated after it
         self.store: KVCache | None = None  # made by the first pass, which knows how many rows there are
+
+    def open_prompt(self, ids: Tensor, tokens: int) -> None:
+        """A prompt of so many tokens comes, in however many pieces, of as many rows as ids (B, ...) has."""
+        self.in_prompt, self.prompt_end = True, tokens
+        self.spent = None if self.exit is None else Spent(self.exit, len(ids), ids.device)
 
     def begin(self, loop: RecurrentDepthModel, ids: Tensor, real: Tensor | None) -> KVCache:
         """Make room for ids (B, T); real (B, past + T): False where there is padding, also among the tokens that are
@@ -49,7 +63,10 @@ class GRTCache(Cache):
             raise ConfigError(f"{needed} tokens are more than the model's context of {self.context}: ask for fewer.")
         if self.store is None:
             room = self.fixed_room or min(self.context, max(needed, SMALLEST))
-            self.store = KVCache(loop, batch, room, strategy=self.kv, depth=self.num_steps)
+            if self.exit is None:
+                self.store = KVCache(loop, batch, room, strategy=self.kv, depth=self.num_steps)
+            else:
+                self.store = halting_cache(loop, self.exit, batch, room, strategy=self.kv)
         if batch != self.store.batch:
             raise ConfigError(f"the cache holds {self.store.batch} rows, and {batch} came: give each batch its own.")
         if needed > self.store.capacity:
@@ -69,6 +86,13 @@ class GRTCache(Cache):
         if self.store is not None:
             self.store.commit()
 
+    @property
+    def depths(self) -> Tensor:
+        """(B, tokens so far): the steps that each took; with an exit."""
+        assert self.exit is not None and self.store is not None, "without an exit all take as many"
+        self.store.end_pass()
+        return self.store.core.ran[:, : self.store.length]  # type: ignore[attr-defined]
+
     # What `generate` asks of a cache
 
     def __len__(self) -> int:
@@ -83,6 +107,8 @@ class GRTCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.store is not None:
             self.store.reorder(beam_idx.to(self.store.device))
+        if self.spent is not None:
+            self.spent.keep(beam_idx.to(self.spent.steps.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)

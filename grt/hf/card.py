@@ -21,13 +21,14 @@ def model_card(config: RunConfig, parameters: int, environment: dict[str, Any], 
     """environment: env.json, evaluation: metrics.jsonl's row of that kind at the step exported; each may be empty."""
     model, blocks = config.model, config.model.blocks
     depth = "" if blocks.is_dense else f", num_steps={blocks.R}"
+    tokenizer = "its own" if config.data.tokenizer.startswith("hf:/") else config.data.tokenizer
     what = f"{blocks.p} transformer blocks"
     if not blocks.is_dense:
         what = f"{blocks.p} prelude blocks, a core of {blocks.n} applied {blocks.R} times, {blocks.c} coda blocks"
     rows = {
         "method": model.method_name, "layout": f"{model.layout}: {what}", "parameters": f"{parameters:,}",
         "width, heads": f"{model.d_model}, {model.n_heads}", "context": f"{model.context} tokens",
-        "tokenizer": f"{config.data.tokenizer}, {model.vocab_size:,} ids", "text": f"`{config.data.path}`",
+        "tokenizer": f"{tokenizer}, {model.vocab_size:,} ids", "text": f"`{config.data.path}`",
         "training": f"{config.train.steps:,} steps of {config.train.tokens_per_step:,} tokens",
         "optimizer": f"AdamW, learning rate {config.optim.lr:g}, weight decay {config.optim.weight_decay:g}",
         "seed": str(config.train.seed),

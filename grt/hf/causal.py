@@ -16,10 +16,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from grt.config import ConfigError, to_dict
 from grt.hf.cache import GRTCache
 from grt.hf.config import GRTConfig
-from grt.hf.model import CACHE, GRTModel, GRTPreTrainedModel
+from grt.hf.halting import check_halting, halted
+from grt.hf.model import CACHE, GRTModel, GRTPreTrainedModel, checked
+from grt.model.exit import Exit, asked_exit
 from grt.model.recurrent import RecurrentDepthModel
 
 OPTIONS = ("num_steps", "kv")  # fields of the config that `generate` may override
+EXIT = ("exit", "threshold", "budget")  # of one generation alone
 WITHOUT_PHASES = ("full", "first:all")  # strategies for which it makes no difference where the prompt ends
 GROWING, STATIC = (None, "dynamic"), "static"
 
@@ -34,6 +37,7 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = GRTModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.exit: Exit | None = None  # of the generation in progress
         self.post_init()
 
     @classmethod
@@ -69,12 +73,20 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
         cross-entropy of the next ones after the last step, over this batch or over num_items_in_batch; in training with
         what routers add. A method's other objectives (of all exits, of drawn depths) are what `grt train` minimises.
         """
+        held: Any = past_key_values if cache is None else cache
+        if isinstance(held, GRTCache) and held.exit is not None:
+            wanted = {"labels": labels, "num_steps": num_steps, "output_hidden_states": output_hidden_states}
+            check_halting(wanted | {"output_attentions": output_attentions})
+            ids, mask = checked(input_ids, attention_mask, held.get_seq_length(), others)
+            logits = halted(self.loop, ids, mask, held, last=isinstance(logits_to_keep, int) and logits_to_keep == 1)
+            fields: dict[str, Any] = {CACHE: held}
+            result = CausalLMOutputWithPast(logits=_kept(logits, logits_to_keep), **fields)
+            return result.to_tuple() if return_dict is False else result
         output = self.model(
             input_ids, attention_mask, cache, past_key_values, use_cache, num_steps, output_hidden_states,
             output_attentions, **others,
         )  # fmt: skip
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, kept])
+        logits = self.lm_head(_kept(output.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
@@ -94,8 +106,10 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
     ) -> Any:
         """As transformers has it; also num_steps, passes through the core, and kv, how these share keys and values:
-        each from here, from the generation_config, or from the model's config."""
-        chosen = {name: kwargs.pop(name, None) for name in OPTIONS}
+        each from here, from the generation_config, or from the model's config. And exit (`kl:0.01`, or `kl` with a
+        threshold beside it): when each token leaves the core, at the latest after num_steps. budget, beside it or
+        alone: no token goes deeper than leaves the mean depth of a row's new ones within this."""
+        chosen = {name: kwargs.pop(name, None) for name in (*OPTIONS, *EXIT)}
         if not getattr(generation_config, "is_assistant", False):  # a draft is as deep as the config says at the time
             for config in (generation_config, self.generation_config):
                 chosen = {name: getattr(config, name, None) if x is None else x for name, x in chosen.items()}
@@ -109,14 +123,22 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
         that early-exit drafts have changed."""
         before = {name: getattr(self.config, name) for name in OPTIONS}
         try:
-            for name, value in options.items():
-                if value is not None:
-                    setattr(self.config, name, value)
+            for name in OPTIONS:
+                if options[name] is not None:
+                    setattr(self.config, name, options[name])
             self.loop.check_depth(self.config.num_steps, least=1)
+            self.exit = self._asked_exit(*(options[name] for name in EXIT))
             yield
         finally:
+            self.exit = None
             for name, value in before.items():
                 setattr(self.config, name, value)
+
+    def _asked_exit(self, text: str | None, threshold: float | None, budget: float | None) -> Exit | None:
+        exit = asked_exit(self.loop, text, threshold, budget, self.config.num_steps)
+        if exit is not None and not self.config.tie_word_embeddings:
+            raise ConfigError("exit reads out by the embedding, and this model has a head of its own: leave exit out.")
+        return exit
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self,
@@ -134,12 +156,20 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
             raise ConfigError(
                 f"kv is {kv!r}, whose prompt has to end before drafts: use {' or '.join(WITHOUT_PHASES)}."
             )
+        if self.exit is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
+            raise ConfigError(
+                "a draft is completed to the full depth, never to one of its own: leave exit or drafts out."
+            )
+        if self.exit is not None and generation_config.use_cache is False:
+            raise ConfigError("with exit, tokens go as deep as they need, through a cache: leave use_cache=False out.")
+        if getattr(given, "exit", self.exit) != self.exit:
+            raise ConfigError("the cache was made for another exit: give the same one, or another cache.")
         if given is not None or generation_config.use_cache is False:
             return
         if how not in (*GROWING, STATIC):
             raise ConfigError(f"cache_implementation is {how!r}: a recurrent model has dynamic and static caches.")
         room = max(max_cache_length, generation_config.max_cache_len or 0) if how == STATIC else None
-        model_kwargs[CACHE] = GRTCache(self.config, room)
+        model_kwargs[CACHE] = GRTCache(self.config, room, exit=self.exit)
 
     def _prefill(  # type: ignore[override]
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **kwargs: Any
@@ -147,8 +177,14 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
         """The whole prompt, in however many pieces."""
         cache, plain = model_kwargs.get(CACHE), super()
         if isinstance(cache, GRTCache):
-            cache.in_prompt = True
+            mask = model_kwargs.get("attention_mask")  # None where nothing is padded
+            cache.open_prompt(input_ids, (input_ids if mask is None else mask).shape[1])
         output = plain._prefill(input_ids, generation_config, model_kwargs, **kwargs)  # type: ignore[attr-defined]
         if isinstance(cache, GRTCache):
             cache.commit()
         return output
+
+
+def _kept(x: Tensor, kept: int | Tensor) -> Tensor:
+    """Of x (B, T, ...) the last `kept` places (0: all), or those that it holds."""
+    return x[:, slice(-kept, None) if isinstance(kept, int) else kept]

@@ -123,6 +123,8 @@ class GRTModel(GRTPreTrainedModel):
                 f"the cache is a {type(cache).__name__}, but a recurrent model needs a slot for each step and block: "
                 "give a GRTCache(model.config), or none."
             )
+        if cache is not None and cache.exit is not None:
+            raise ConfigError("the cache has an exit, which reads out by the head: use GRTForCausalLM with it.")
         if cache is not None or not (self.config.use_cache if use_cache is None else use_cache):
             return cache
         if torch.is_grad_enabled():

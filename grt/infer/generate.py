@@ -11,7 +11,7 @@ from grt.infer.decoder import Decoder
 from grt.infer.halting import HaltingDecoder
 from grt.infer.sampling import Sampling
 from grt.infer.window import Window
-from grt.model.exit import Exit, parse_exit, with_threshold
+from grt.model.exit import Exit, asked_exit
 from grt.model.recurrent import RecurrentDepthModel
 
 
@@ -84,7 +84,7 @@ class Stream:
         self.model, self.sampling, self.stop_ids = model, sampling or Sampling(), frozenset(stop_ids)
         if max_new_tokens is None:
             room = model.config.context - (0 if crop else max(map(len, prompts), default=0))
-            max_new_tokens = max(room, 0)
+            max_new_tokens = max(room, 1)  # where there is no room, the decoder says so
         self.max_new_tokens = self.left = max_new_tokens
         if crop:
             self.decoder = Window(model, prompts, depth=depth)
@@ -162,8 +162,6 @@ def generate(
     Options as for Sampling and Stream; exit as in `kl:0.01` (grt/model/exit.py), and a budget, their mean depth.
     The text of a seed is the same whenever model, depth and options are.
     """
-    policy = None if exit is None else with_threshold(*parse_exit(exit))
-    halting = None if exit is None and budget is None else Exit.of(model, policy, depth, budget)
     steps = Stream(
         model,
         [prompt],
@@ -174,6 +172,6 @@ def generate(
         stop_ids=[] if stop is None else [stop],
         kv=kv,
         crop=crop,
-        exit=halting,
+        exit=asked_exit(model, exit, None, budget, depth),
     )
     return (drawn.token for (drawn,) in steps if drawn is not None)

@@ -60,6 +60,8 @@ class Drafter:
                 "kv shares what only a token's last step decides, which a draft has not done: choose full, first or "
                 "first:all, or leave speculative out."
             )
+        if full < 2:
+            raise ConfigError(f"a draft takes fewer steps than the depth of {full}: give more depth, or no drafts.")
         depth = max(1, full // 4) if depth is None else depth
         if not 1 <= depth < full:
             raise ConfigError(f"draft_depth is {depth}: give at least 1, and less than the full depth of {full}.")

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from grt.config import ModelConfig
 from grt.model.context import LoopContext
+from grt.model.halves import anchor, anchored
 from grt.model.rule import UpdateRule
 
 
@@ -28,8 +29,7 @@ def noisy(x: Tensor, sigma: float, name: str, ctx: LoopContext) -> Tensor:
 class Reinjection(UpdateRule):
     """eq:proj: the core reads the noisy state together with the anchor h_pre. Its output is the next state.
 
-    The projection of [h ; h_pre] is split into halves, W [a ; b] = W_a a + W_b b: the half that sees only h_pre is the
-    same at every step and is applied once a pass.
+    Of the projection of [h ; h_pre], the half that sees only h_pre is applied once a pass (grt/model/halves.py).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -38,14 +38,12 @@ class Reinjection(UpdateRule):
         self.proj = nn.Linear(2 * self.d, self.d, bias=False)  # columns [h | h_pre]
 
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        proj_h, proj_pre = self.proj.weight.split(self.d, dim=1)
-        ctx.carry["proj"], ctx.of_tokens["proj"] = proj_h, F.linear(h_pre, proj_pre)
+        anchor("proj", self.proj, h_pre, ctx)
         return h_pre
 
     def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        weight, from_anchor = ctx.carry["proj"], ctx.of_tokens["proj"]
         noisy_h = noisy(h, self.sigma_x, "state_noise", ctx) if self.training else h
-        u = F.linear(noisy_h, weight) + from_anchor  # eq:proj
+        u = anchored("proj", self.proj, noisy_h, ctx)  # eq:proj
         return u.to(h.dtype)  # under autocast the core's residual stream stays as precise as the state
 
     def flops(self, steps: int, tokens: int) -> int:
@@ -78,14 +76,11 @@ class GRT(Reinjection):
         nn.init.constant_(self.gate.down.bias, self.gate_bias)
 
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        gate_h, gate_pre = self.gate.up.weight.split(self.d, dim=1)
-        ctx.carry["gate"] = gate_h
-        ctx.of_tokens["gate"] = F.linear(self.ln_anchor(h_pre), gate_pre, self.gate.up.bias)
+        anchor("gate", self.gate.up, self.ln_anchor(h_pre), ctx)
         return super().start(h_pre, ctx)
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        weight, from_anchor = ctx.carry["gate"], ctx.of_tokens["gate"]
-        a = self.gate.down(F.silu(F.linear(self.ln_state(h), weight) + from_anchor))
+        a = self.gate.down(F.silu(anchored("gate", self.gate.up, self.ln_state(h), ctx)))
         a = a.to(h.dtype) if self.tau == 1 else a.to(h.dtype) / self.tau  # a division by one still reads all of a
         a = noisy(a, self.sigma_g, "gate_noise", ctx) if self.training else a
         g = ctx.tap("gate", torch.sigmoid(a))  # eq:gate

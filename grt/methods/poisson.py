@@ -26,6 +26,7 @@ from grt.config import ConfigError, ModelConfig, at_least
 from grt.model.block import Block, init_normal
 from grt.model.context import LoopContext
 from grt.model.depth import DepthSampler, lognormal_poisson
+from grt.model.halves import anchor, anchored
 from grt.model.rule import UpdateRule
 
 
@@ -72,8 +73,7 @@ class Poisson(UpdateRule):
         self.table: tuple[object, Tensor] = None, torch.empty(0)  # no buffer: what a seed repeats needs no saving
 
     def start(self, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        A_h, A_e = self.adapter.weight.split(self.d, dim=1)
-        ctx.carry["adapter"], ctx.of_tokens["adapter"] = A_h, F.linear(F.layer_norm(h_pre, (self.d,)), A_e)
+        anchor("adapter", self.adapter, F.layer_norm(h_pre, (self.d,)), ctx)
         if self.training:
             return truncated_normal(h_pre.shape, self.sigma, h_pre.device).to(h_pre.dtype)
         table = self.start_table(ctx.seed, h_pre)
@@ -91,8 +91,9 @@ class Poisson(UpdateRule):
         return self.table[1]
 
     def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        A_h, from_anchor = ctx.carry["adapter"], ctx.of_tokens["adapter"]
-        return (F.linear(h, A_h) + from_anchor).to(h.dtype)  # the core's residual stream is as precise as the state
+        return anchored("adapter", self.adapter, h, ctx).to(
+            h.dtype
+        )  # the core's residual stream is as precise as the state
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         return self.norm(o)

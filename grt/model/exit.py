@@ -19,6 +19,7 @@ Shapes: B batch, T tokens, d width, V vocabulary.
 
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -210,6 +211,26 @@ class Exit:
         if budget is not None and not 1 <= budget <= steps:
             raise ConfigError(f"budget is {budget:g}: it must lie between 1 and the {steps} steps of a token.")
         return cls(policy, steps, budget)
+
+
+def asked_exit(
+    model: "RecurrentDepthModel", text: str | None, threshold: float | None = None, budget: float | None = None,
+    steps: int | None = None, kept: Callable[[str], float] | None = None,
+) -> Exit | None:  # fmt: skip
+    """What exit (`kl:0.01`, or `kl` and a threshold apart) and budget ask for; None where they ask for nothing. steps:
+    the most that a token takes, default R. kept: where the threshold of a policy is that has none here."""
+    if text is None and threshold is not None:
+        raise ConfigError(f"threshold is {threshold:g}, of no policy: give exit as well.")
+    if text is None:
+        return None if budget is None else Exit.of(model, None, steps, budget)
+    policy, own = parse_exit(text)
+    check_method(model, policy)
+    if own is not None and threshold is not None:
+        raise ConfigError(f"exit {text} has a threshold already: leave threshold out.")
+    given = own if threshold is None else threshold
+    if given is None and kept is not None:
+        given = kept(policy.name)
+    return Exit.of(model, with_threshold(policy, given), steps, budget)
 
 
 class Spent:

@@ -35,7 +35,11 @@ def costs_table(
     return Table(name, f"{caption} {HOW}", columns, body)
 
 
-HOW = "± is the 95 % interval by t over seeds; seconds are training time on the machine of each run's env.json."
+SPREAD = "± is the 95 % interval by t over seeds."
+HOW = (
+    f"{SPREAD} Seconds of training are as they passed on the machine of each run's env.json, whatever else it did: "
+    "they measure no method's speed."
+)
 
 
 def _costs(runs: Sequence[Result], config: RunConfig) -> list[str]:
@@ -70,9 +74,13 @@ def claims_table(name: str, rows: Mapping[str, RunConfig], results: Results, cla
             ]
         )
     columns = ("difference", "paper", "ours", "smallest that could show", "seeds", "paper's sign")
-    return Table(
-        name, "Differences of loss in nats, paired by seed; a verdict needs more than its interval.", columns, body
-    )
+    return Table(name, f"Differences of loss in nats, paired by seed. {VERDICTS}", columns, body)
+
+
+VERDICTS = (
+    "A verdict needs more than its interval, which leaves it wrong by chance one time in twenty. The paper's numbers "
+    "are of its own text and models, at nano scale of its small ones."
+)
 
 
 def _verdict(claim: Claim, below_verdict: str) -> str:

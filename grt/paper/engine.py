@@ -1,5 +1,5 @@
 """Runs side by side on this machine: each a process that divides the threads with the others, finished ones skipped,
-broken ones resumed; a table that lives while they do."""
+broken ones resumed, those that another process trains waited for; a table that lives while they do."""
 
 import contextlib
 import json
@@ -18,8 +18,9 @@ from rich.table import Table
 
 from grt.config import RunConfig, config_hash, to_dict
 from grt.paper.results import Results
-from grt.paper.worker import run_folder
+from grt.paper.worker import HELD, run_folder
 from grt.presets import change
+from grt.train.folder import is_held
 from grt.train.interrupt import Interrupt
 from grt.train.log import Output, read_metrics
 
@@ -29,7 +30,8 @@ GRACE = 120  # seconds that a process has to save before it is killed
 
 @dataclass
 class Job:
-    """A run on its way. state: waiting, running, stopped, done or failed (then `why`, its last words)."""
+    """A run on its way. state: waiting, elsewhere (another process trains it), running, stopped, done or failed (then
+    `why`, its last words)."""
 
     config: RunConfig
     state: str = "waiting"
@@ -39,14 +41,20 @@ class Job:
     log: IO[str] | None = field(default=None, repr=False)
 
 
+PENDING = ("waiting", "elsewhere")
+
+
 class Engine:
-    """Trains what is not in `results` yet, `jobs` at a time, in the order given; run folders are in `runs`."""
+    """Trains what is not in `results` yet, `jobs` at a time, in the order given; run folders are in `runs`. Those at a
+    time divide `threads` among them."""
 
     def __init__(self, configs: Sequence[RunConfig], results: Results, runs: Path, jobs: int, threads: int) -> None:
         unique = {config_hash(config): config for config in configs}  # experiments that share a run train it once
-        self.results, self.runs, self.n, self.threads = results, runs, jobs, threads
+        self.results, self.runs = results, runs
         done = results.runs
         self.jobs = [Job(c, "done" if hash_ in done else "waiting") for hash_, c in unique.items()]
+        self.n = max(1, min(jobs, sum(job.state == "waiting" for job in self.jobs)))
+        self.threads = max(1, threads // self.n)
         self.console = Output()
 
     def run(self, max_seconds: float | None = None) -> int:
@@ -55,16 +63,16 @@ class Engine:
         self.runs.mkdir(parents=True, exist_ok=True)
         code = 0
         with Interrupt(max_seconds) as interrupt, self._live() as live:
-            while any(job.state in ("waiting", "running") for job in self.jobs):
+            while any(job.state in (*PENDING, "running") for job in self.jobs):
                 if interrupt.exit_code is not None:
                     self._stop()
                     break
                 for job in [job for job in self.jobs if job.state == "running"]:
                     failed = self._look(job)
                     code = code or failed
-                for job in [job for job in self.jobs if job.state == "waiting"]:
+                for job in [job for job in self.jobs if job.state in PENDING]:
                     if sum(other.state == "running" for other in self.jobs) < self.n:
-                        self._start(job)
+                        self._begin(job)
                 if live:
                     live.update(self.table())
                 time.sleep(PAUSE)
@@ -72,8 +80,20 @@ class Engine:
                 live.update(self.table())
         return interrupt.exit_code or code
 
-    def _start(self, job: Job) -> None:
+    def _begin(self, job: Job) -> None:
+        """Start it, unless another process has finished it since, or trains it."""
         folder = run_folder(self.runs, job.config)
+        held = is_held(folder)  # first, since a run is collected before it is let go
+        if self.results.look_again(job.config) is not None:
+            job.state = "done"
+            self._say(f"{folder.name}: done by another process")
+        elif not held:
+            self._start(job, folder)
+        elif job.state != "elsewhere":
+            job.state = "elsewhere"
+            self._say(f"{folder.name}: another process trains it, waiting for its end")
+
+    def _start(self, job: Job, folder: Path) -> None:
         job.log = (self.runs / f"{folder.name}.log").open("a", encoding="utf-8")
         command = [sys.executable, "-m", "grt", "paper", "work", str(self.runs), str(self.results.folder)]
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
@@ -100,6 +120,9 @@ class Engine:
         if code == 0:
             job.state = "done"
             self._say(f"{name}: done in {time.monotonic() - job.started:.0f} s")
+            return 0
+        if code == HELD:  # another process was faster
+            job.state = "waiting"
             return 0
         job.state, job.why = "failed", self._last_words(name, code)
         self._say(f"{name}: failed, {job.why}")
@@ -140,7 +163,7 @@ class Engine:
 
     def _say(self, text: str) -> None:
         if not self.console.is_terminal:
-            left = sum(job.state in ("waiting", "running") for job in self.jobs)
+            left = sum(job.state in (*PENDING, "running") for job in self.jobs)
             self.console.print(f"{text} ({left} of {len(self.jobs)} left)")
 
     def table(self) -> Table:
@@ -162,7 +185,7 @@ class Engine:
             return f"0/{steps}", "", ""
         last = rows[-1]
         left = (steps - last["step"]) * last["seconds"] / last["step"]
-        return f"{last['step']}/{steps}", f"{last['loss']:.4f}", f"{left / 60:.0f} min"
+        return f"{last['step']}/{steps}", f"{last['loss_lm']:.4f}", f"{left / 60:.0f} min"
 
 
 def cores() -> int:

@@ -6,6 +6,7 @@ of the paper's (EXPERIMENTS), or a user's own, given by its path.
 
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from grt.config import ConfigError, RunConfig, config_hash
 from grt.paper.report import Report, Table
@@ -33,6 +35,7 @@ EXPERIMENTS = {
     "fig_kvcache_bar": "fig:kvcache_bar, sharing keys and values on the committed grt-nano",
     "study": "all of it on two pages (README.md)",
 }
+FOLDER_NAME = re.compile(r"[^\W_][\w .,+=@()-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ def experiments(name: str) -> list[Experiment]:
         return [_of_module(name, importlib.import_module(f"grt.paper.{name}"))]
     if name.endswith(".py"):
         return [_of_file(Path(name))]
+    if not name:
+        known = ", ".join(EXPERIMENTS)
+        raise ConfigError(f"no experiment is named: give one of {known}, or all, or a file with RUNS(scale, seeds).")
     import difflib
 
     nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.0)[0]
@@ -69,11 +75,11 @@ def _of_file(path: Path) -> Experiment:
     if not callable(getattr(module, "RUNS", None)):
         raise ConfigError(f"{path} has no RUNS: define RUNS(scale, seeds), which returns a list of RunConfig.")
     found = _of_module(path.stem, module)
-    return replace(found, runs=mending(path)(found.runs), build=mending(path)(found.build))
+    return replace(found, runs=mending(path)(found.runs), build=lambda results: _built(path, found, results))
 
 
 @contextmanager
-def mending(path: Path) -> Iterator[None]:
+def mending(path: Path, fails: str = "cannot be run") -> Iterator[None]:
     """What goes wrong in a user's file is the user's to mend: ConfigError with its line."""
     try:
         yield
@@ -82,16 +88,58 @@ def mending(path: Path) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
-        raise ConfigError(f"{where} cannot be run ({type(error).__name__}: {error}): mend it.") from error
+        raise ConfigError(f"{where} {fails} ({type(error).__name__}: {error}): mend it.") from error
+
+
+def _built(path: Path, experiment: Experiment, results: Results) -> Report:
+    """The report of a user's file, whose tables are text and whose figures are drawn under `mending`."""
+    with mending(path):
+        report = experiment.build(results)
+    if not isinstance(report, Report):
+        kind = type(report).__name__
+        raise ConfigError(f"build(results) of {path} returns {kind}: return a Report (grt.paper.report).")
+    with mending(path, "builds a report that is not all text"):
+        report.files(experiment.file)
+        figures = {name: _drawn(path, name, draw) for name, draw in report.figures.items()}
+    return replace(report, figures=figures)
+
+
+def _drawn(path: Path, name: str, draw: Callable[[Any], None]) -> Callable[[Any], None]:
+    def drawn(axes: Any) -> None:
+        with mending(path, f"cannot draw {name}"):
+            draw(axes)
+            axes.figure.draw_without_rendering()  # finds what saving would stumble over, as a $ in a label
+
+    return drawn
 
 
 def _of_module(name: str, module: ModuleType) -> Experiment:
+    where = module.__file__ or name
+
     def runs(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
         """Each once, in the order given."""
-        return list({config_hash(config): config for config in module.RUNS(scale, seeds)}.values())
+        return list({config_hash(config): config for config in _checked(where, module.RUNS(scale, seeds))}.values())
 
     build = getattr(module, "build", None) or (lambda results: plain(name, runs(results.scale, results.seeds), results))
     return Experiment(name, runs, build, getattr(module, "FILE", name))
+
+
+def _checked(where: str, configs: Any) -> Sequence[RunConfig]:
+    """What RUNS of a file returned. ConfigError where that is no list of configs, or one cannot name a folder."""
+    if not isinstance(configs, list | tuple):
+        raise ConfigError(
+            f"RUNS(scale, seeds) of {where} returns {type(configs).__name__}: return a list of RunConfig."
+        )
+    for config in configs:
+        if not isinstance(config, RunConfig):
+            kind = type(config).__name__
+            raise ConfigError(f"RUNS(scale, seeds) of {where} returns a list with {kind}: return a list of RunConfig.")
+        if not FOLDER_NAME.fullmatch(config.name):
+            raise ConfigError(
+                f"RUNS(scale, seeds) of {where} names a run {config.name!r}: as it names a folder, give it up to 64 "
+                "letters, digits and ' _.,+=@()-', a letter or digit first."
+            )
+    return configs
 
 
 def plain(name: str, configs: Sequence[RunConfig], results: Results) -> Report:

@@ -10,10 +10,11 @@ from typing import Any
 from grt.config import ConfigError, RunConfig
 from grt.paper.compare import NOT_RUN
 from grt.paper.report import Report, Table
-from grt.paper.results import Results
+from grt.paper.results import Results, check_numbers
 
 COMMAND = "grt eval models/grt-nano --windows 64 --kv full first last mean mod:2 first:all --cloze 2000 --json"
 SOURCE = "kvcache_bar.json"
+NUMBERS = ("loss", "loss_se", "cloze", "cloze_se")
 # HellaSwag of the medium model in percent (tab:decode_mem); the figure (large model) orders mean best, last worst.
 EXPECTED = {"full": 33.65, "mean": 33.90}
 
@@ -28,9 +29,12 @@ def measured(results: Results) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["sharing"]
-    except (ValueError, KeyError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))["sharing"]
+        for strategy in ("full", *found):
+            check_numbers({f"{name} of {strategy}": found[strategy][name] for name in NUMBERS})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged ({error}): write it anew with `{COMMAND}`.") from None
+    return found
 
 
 def build(results: Results) -> Report:
@@ -51,6 +55,8 @@ def build(results: Results) -> Report:
     )
     notes = [
         f"Made by `{COMMAND}`.",
+        "SE is that of a row's own value, over windows and items. All rows read the same ones, so that a difference "
+        "may be surer than it says; how sure was not measured.",
         "The paper: a mean of the steps is best and the last step's worst, by differences below its standard error "
         "(0.47 points on HellaSwag).",
     ]

@@ -32,7 +32,8 @@ def build(results: Results) -> Report:
         return None if run is None else run.loss
 
     def cells(losses: list[float | None]) -> list[str]:
-        best = min((value for value in losses if value is not None), default=None)
+        found = [value for value in losses if value is not None]
+        best = min(found) if len(found) == len(losses) else None  # of a part, nothing is the best
         return ["not run" if v is None else f"**{v:.4f}**" if v == best else f"{v:.4f}" for v in losses]
 
     rates = Table(
@@ -51,4 +52,8 @@ def build(results: Results) -> Report:
         ("", *(f"{bias:+g}" for bias in GATE_BIASES), "in use"),
         [("grt", *cells([loss(nano("grt", 1.0, bias)) for bias in GATE_BIASES]), f"{NANO_GATE_BIAS:+g}")],
     )
-    return Report("Learning rates and gate bias at nano scale", [rates, biases])
+    notes = [
+        "Bold: the smallest of a row that is complete; at the row's end, a better value may lie beyond. One seed does "
+        "not tell small differences from chance."
+    ]
+    return Report("Learning rates and gate bias at nano scale", [rates, biases], {}, notes)

@@ -22,7 +22,8 @@ class Table:
 
     def markdown(self) -> str:
         rule = "|".join("---" if i == 0 else "---:" for i in range(len(self.columns)))
-        lines = [f"| {' | '.join(row)} |" for row in [self.columns, *self.rows]]
+        cells = [[cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in [self.columns, *self.rows]]
+        lines = [f"| {' | '.join(row)} |" for row in cells]
         return "\n".join([self.caption, "", lines[0], f"|{rule}|", *lines[1:], ""])
 
     def csv(self) -> str:
@@ -32,16 +33,17 @@ class Table:
         return out.getvalue()
 
     def latex(self) -> str:
-        body = [f"    {' & '.join(map(_escape, row))} \\\\" for row in self.rows]
+        head, *body = [f"    {_latex_row(row)}" for row in [self.columns, *self.rows]]
+        label = re.sub(r"[^\w:.+-]", "-", self.name.replace("_", ":", 1))
         return "\n".join(
             [
                 r"\begin{table}[t]",
                 r"  \centering",
                 f"  \\caption{{{_escape(self.caption)}}}",
-                f"  \\label{{{self.name.replace('_', ':', 1)}}}",
+                f"  \\label{{{label}}}",
                 f"  \\begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}",
                 r"    \toprule",
-                f"    {' & '.join(map(_escape, self.columns))} \\\\",
+                head,
                 r"    \midrule",
                 *body,
                 r"    \bottomrule",
@@ -52,14 +54,22 @@ class Table:
         )
 
 
+BOLD = re.compile(r"\*\*(.+?)\*\*")
 LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "±": r"$\pm$", "×": r"$\times$",
          "`": "", "<": r"$<$", ">": r"$>$", "^": r"\^{}", "−": "$-$", "$": r"\$", "{": r"\{", "}": r"\}",
-         "~": r"\textasciitilde{}"}  # fmt: skip
+         "~": r"\textasciitilde{}", "|": r"\textbar{}", "\n": " "}  # fmt: skip
 
 
 def _escape(text: str) -> str:
-    escaped = "".join(LATEX.get(character, character) for character in text)
-    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", escaped)
+    """`text` in LaTeX, with what stands between two ** in bold."""
+    parts = ["".join(LATEX.get(character, character) for character in part) for part in BOLD.split(text)]
+    return "".join(f"\\textbf{{{part}}}" if i % 2 else part for i, part in enumerate(parts))
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    row = f"{' & '.join(map(_escape, cells))} \\\\"
+    # What begins so, the \\ or \toprule before it would take for its own argument.
+    return "{}" + row if row.lstrip().startswith(("[", "*")) else row
 
 
 @dataclass
@@ -76,12 +86,17 @@ class Report:
         parts += [f"![{name}]({name}.png)\n" for name in self.figures]
         return "\n".join([*parts, *(f"{note}\n" for note in self.notes)])
 
-    def write(self, folder: Path, name: str) -> list[Path]:
-        """name.md with everything and a PNG of each figure; CSV and LaTeX of each table in tables/. Their paths."""
-        (folder / "tables").mkdir(parents=True, exist_ok=True)
+    def files(self, name: str) -> dict[str, str]:
+        """Path -> text: name.md with everything, CSV and LaTeX of each table in tables/."""
         files = {f"{name}.md": self.markdown()}
         for table in self.tables:
             files |= {f"tables/{table.name}.csv": table.csv(), f"tables/{table.name}.tex": table.latex()}
+        return files
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """`files`, and a PNG of each figure. Their paths."""
+        (folder / "tables").mkdir(parents=True, exist_ok=True)
+        files = self.files(name)
         for path, text in files.items():
             replace_file(folder / path, text)
         pictures = [_draw(draw, folder / f"{figure}.png") for figure, draw in self.figures.items()]

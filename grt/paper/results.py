@@ -6,34 +6,58 @@ depth on the first 256 validation windows, and what the run cost. It appears who
 
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.data.tasks import PREFIX
 from grt.presets import change
 
 WINDOWS = 256
 LOGGED = 20  # every such training step is kept
+LARGEST = 1e300  # what is beyond cannot be printed as a float
+MACHINE = ("cpu", "threads", "torch")  # what tables tell of env.json
+
+
+def check_numbers(named: Mapping[str, Any]) -> None:
+    """ValueError for a value that is no finite number."""
+    for name, value in named.items():
+        if type(value) not in (int, float) or not abs(value) < LARGEST:
+            raise ValueError(f"{name} is {value!r}, no finite number")
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. `evaluation`: as `grt eval --json`; `cost`: as a row of `grt compare --json`."""
+    """A finished run. `evaluation`: as `grt eval --json`; `cost`: as a row of `grt compare --json`; `environment`: its
+    env.json."""
 
     folder: Path
     config: RunConfig
     evaluation: dict[str, Any]
     cost: dict[str, Any]
+    environment: dict[str, Any]
 
     def check(self) -> None:
-        """KeyError, TypeError, AttributeError or ValueError where a number is missing that tables are made of."""
-        sum([self.loss, self.inference_flops, self.cost["seconds"], self.cost["training_flops"]])
-        sum(self.by_depth.values())
+        """KeyError, TypeError, AttributeError or ValueError where something is missing that tables are made of."""
+        numbers = {name: self.cost[name] for name in ("parameters", "seconds", "training_flops")}
+        numbers |= {"loss": self.loss, "flops_per_token": self.inference_flops}
+        numbers |= {f"the loss at depth {k}": loss for k, loss in self.by_depth.items()}
+        for k, shares in self.accuracy.items():
+            numbers |= {f"accuracy at depth {k} of {group}": share for group, share in shares.items()}
+        check_numbers(numbers)
+        depths = range(self.config.model.blocks.R + 1)
+        if sorted(self.by_depth) != list(depths):
+            raise ValueError(f"loss_by_depth is not of the depths 0 to {depths[-1]}")
+        if self.config.data.path.startswith(PREFIX) and not all(self.accuracy.get(k) for k in depths):
+            raise ValueError(f"accuracy_by_depth is not of the depths 0 to {depths[-1]}")
+        if not isinstance(self.evaluation["data"]["sha256"], str):
+            raise ValueError("data.sha256 is no text")
 
     @property
     def loss(self) -> float:
@@ -56,28 +80,55 @@ class Result:
         return {int(k): shares for k, shares in self.evaluation.get("accuracy_by_depth", {}).items()}
 
 
+def read(folder: Path) -> Result:
+    """The run that was collected there. ConfigError names the file that is damaged."""
+    remedy = "remove its folder and run it again"
+    try:
+        config = load(folder / "config.json")
+    except ConfigError as error:
+        what = re.split(r"\.$|: (?:give|restore) ", str(error))[0]  # its own remedy is for other files
+        raise ConfigError(f"{what}: {remedy}.") from None
+    path = folder / "env.json"
+    try:
+        environment = json.loads(path.read_text(encoding="utf-8"))
+        if missing := [name for name in MACHINE if name not in environment]:
+            raise KeyError(missing[0])
+        path = folder / "result.json"
+        document = json.loads(path.read_text(encoding="utf-8"))
+        result = Result(folder, config, document["evaluation"], document["cost"], environment)
+        result.check()
+    except KeyError as error:
+        raise ConfigError(f"{path} is damaged (it has no {error}): {remedy}.") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): {remedy}.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): {remedy}.") from None
+    return result
+
+
 class Results:
-    """Those of one scale under a results folder. `asked` remembers which configs a table looked for."""
+    """Those of one scale under a results folder, under these seeds. ConfigError where that folder is a file."""
 
     def __init__(self, root: Path, scale: str, seeds: Sequence[int]) -> None:
         self.folder, self.scale, self.seeds = root / scale, scale, tuple(seeds)
+        for folder in (root, self.folder):
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError(f"--results: {folder} is a file: give a folder.")
 
     @cached_property
     def runs(self) -> dict[str, Result]:
-        """Hash -> finished run. ConfigError names a folder whose files are damaged."""
-        found = {}
-        for path in sorted((self.folder / "runs").glob("*/result.json")):
-            if path.parent.name.startswith("."):
-                continue
-            config = load(path.parent / "config.json")
-            try:
-                document = json.loads(path.read_text(encoding="utf-8"))
-                result = Result(path.parent, config, document["evaluation"], document["cost"])
-                result.check()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{path} is damaged ({error}): remove its folder and run it again.") from None
-            found[config_hash(config)] = result
-        return found
+        """Hash -> finished run. ConfigError names a file that is damaged."""
+        return self._read("*")
+
+    def _read(self, folders: str) -> dict[str, Result]:
+        paths = sorted((self.folder / "runs").glob(f"{folders}/result.json"))
+        found = [read(path.parent) for path in paths if not path.parent.name.startswith(".")]
+        return {config_hash(result.config): result for result in found}
+
+    def look_again(self, config: RunConfig) -> Result | None:
+        """`get`, with what other processes have collected meanwhile."""
+        self.runs.update(self._read(f"*-{config_hash(config)[:8]}"))
+        return self.get(config)
 
     def get(self, config: RunConfig) -> Result | None:
         return self.runs.get(config_hash(config))

@@ -16,6 +16,8 @@ SHOWN = 12  # digits of a hash, more than enough to tell runs apart
 def array_script(configs: Sequence[RunConfig], results: Results, command: Sequence[str]) -> str:
     """A script for sbatch that trains what is not in `results`; `command` is the call that it stands for. ConfigError
     where nothing is missing."""
+    if not configs:
+        raise ConfigError(f"there are no runs at scale {results.scale}: nothing to submit.")
     missing = {config_hash(c)[:SHOWN]: c for c in configs if results.get(c) is None}
     if not missing:
         raise ConfigError("nothing is missing: all runs are in the results.")
@@ -52,7 +54,7 @@ def train_only(
     deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
     for config in chosen:
         left = deadline - time.monotonic()
-        if left > 0 and results.get(config) is None:
+        if left > 0 and results.look_again(config) is None:
             code = train_and_collect(config, runs, results.folder, None if max_seconds is None else left)
             if code:
                 return code

@@ -1,13 +1,12 @@
 """The nano study on two pages: what was run and where, what came out, which of the paper's claims it bears on."""
 
-import json
 from collections.abc import Sequence
 
-from grt.config import RunConfig
-from grt.paper import ablation_ladder, depth_tasks, equal_flops, fixed_depth, tab_main, tab_seeds
-from grt.paper.compare import HOW, NOT_RUN
+from grt.config import RunConfig, config_hash
+from grt.paper import ablation_ladder, depth_tasks, equal_flops, fixed_depth, learning_rates, tab_main, tab_seeds
+from grt.paper.compare import NOT_RUN, SPREAD, VERDICTS
 from grt.paper.report import Report, Table
-from grt.paper.results import Result, Results
+from grt.paper.results import WINDOWS, Result, Results
 from grt.paper.statistics import summary
 
 FILE = "README"
@@ -28,7 +27,7 @@ def build(results: Results) -> Report:
             if table.name.endswith("_claims"):
                 columns = table.columns
                 rows += [(f"{name}: {first}", *rest) for first, *rest in table.rows]
-    what = "Claims: differences of loss at full depth in nats, paired by seed. A verdict needs more than its interval."
+    what = f"Claims: differences of loss at full depth in nats, paired by seed. {VERDICTS}"
     tables = [progress(results), losses(results), Table("study_claims", what, columns, rows), accuracies(results)]
     return Report(f"The {results.scale} study", tables, {}, notes(results))
 
@@ -56,7 +55,8 @@ def losses(results: Results) -> Table:
         flops = f"{summary([run.cost['training_flops'] for run in runs]).mean:.2e}" if runs else ""
         rows.append((name, config.model.layout, f"{config.optim.lr:g}", flops, *by_depth, full, str(len(runs))))
     columns = ("model", "layout", "learning rate", "training FLOPs", "depth 1", "2", "3", "full", "seeds")
-    return Table("study_losses", f"Equal tokens: validation loss in nats per token. {HOW}", columns, rows)
+    caption = f"Equal tokens, not equal FLOPs: validation loss in nats per token. {SPREAD}"
+    return Table("study_losses", caption, columns, rows)
 
 
 def mean_at(runs: Sequence[Result], depth: int) -> str:
@@ -78,20 +78,31 @@ def accuracies(results: Results) -> Table:
 
 def notes(results: Results) -> list[str]:
     config = next(iter(tab_main.configs(results.scale, "isoflop").values()))
-    tokens = config.train.steps * config.train.tokens_per_step / 1e6
-    machines = set()
-    for run in results.runs.values():
-        environment = json.loads((run.folder / "env.json").read_text(encoding="utf-8"))
-        machines.add(f"{environment['cpu']}, {environment['threads']} threads, torch {environment['torch']}")
+    tokens = f"{config.train.steps * config.train.tokens_per_step / 1e6:,.2f} M"
+    machines = {"{cpu}, {threads} threads, torch {torch}".format(**run.environment) for run in results.runs.values()}
     return [
-        f"Recipe: {config.train.steps:,} steps of {config.train.tokens_per_step:,} bytes of the `{config.data.path}` "
-        f"corpus ({tokens:.2f} M), width {config.model.d_model}, context {config.model.context}, AdamW and cosine as "
-        "in the paper; the learning rate of each method by the sweep in learning_rates.md. Losses are on the first 256 "
-        "validation windows. One run is one folder in runs/, with its config, environment and metrics.",
+        f"Recipe: {config.train.steps:,} steps of {config.train.tokens_per_step:,} tokens ({config.data.tokenizer}) of "
+        f"`{config.data.path}` ({tokens}), width {config.model.d_model}, context {config.model.context}, AdamW and "
+        f"cosine as in the paper. {rates(results)} Losses are on the first {WINDOWS} validation windows. One run is "
+        "one folder in runs/, with its config, environment and metrics.",
         f"Machines: {'; '.join(sorted(machines)) or NOT_RUN}.",
-        "How far it carries: a few million bytes, models below two million parameters, three seeds at most. What is "
-        "undecided here is undecided, and what holds or fails here may do otherwise at ten billion tokens. The column "
-        "`smallest that could show` is half the interval: a true difference below it would not have been seen.",
+        f"How far it carries: {tokens} tokens a run and {len(results.seeds)} seeds at most, where the paper trains on "
+        "ten billion. What is undecided here is undecided, and what holds or fails here may do otherwise there. The "
+        "column `smallest that could show` is half the interval: a true difference below it would usually not be seen.",
         f"Made by `grt paper build all --scale {results.scale}` from the runs alone; `grt paper run all --scale "
         f"{results.scale}` trains what is missing.",
     ]
+
+
+def rates(results: Results) -> str:
+    """Where the learning rates come from, as far as it has got."""
+    sweep = {config_hash(config) for config in learning_rates.RUNS(results.scale, results.seeds)}
+    if not sweep:
+        return "Learning rates and gate bias are the paper's."
+    done = len(sweep & results.runs.keys())
+    bias = tab_main.configs(results.scale, "isoflop")["grt"].model.gate_bias
+    return (
+        f"The learning rates in use, and GRT's gate bias of {bias:+g} (the paper's: +4), are decided by the sweep in "
+        f"learning_rates.md, as far as it is done ({done} of {len(sweep)} runs); it looks at one seed, on the "
+        "validation windows of these tables."
+    )

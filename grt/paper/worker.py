@@ -1,7 +1,7 @@
 """One run, from wherever it stands to its collected result; as a process, the run that its standard input names.
 
 `grt paper work RUNS RESULTS` reads a config, one line of JSON. When its input ends, whoever started it is gone: it
-saves and leaves as after SIGTERM.
+saves and leaves as after SIGTERM. It leaves with HELD where another process has begun the same run.
 """
 
 import json
@@ -13,6 +13,8 @@ from pathlib import Path
 from grt.config import RunConfig, config_hash
 from grt.fields import from_dict
 
+HELD = 75  # exit code, EX_TEMPFAIL of sysexits.h
+
 
 def run_folder(runs: Path, config: RunConfig) -> Path:
     return runs / f"{config.name}-{config.train.seed}-{config_hash(config)[:8]}"
@@ -22,13 +24,18 @@ def train_and_collect(config: RunConfig, runs: Path, results: Path, max_seconds:
     """Train into `runs` (or go on there), evaluate, collect into `results`. Returns the exit code of training, 0 also
     where the time was over. Raises what Trainer raises."""
     from grt.paper.results import collect
+    from grt.train.folder import FolderLock
     from grt.train.loop import Trainer
 
     out = run_folder(runs, config)
     trainer = Trainer(config, out, resume=(out / "config.json").exists())
     code = trainer.run(max_seconds)
     if trainer.state.step == config.train.steps:
-        collect(out, results)
+        lock = FolderLock(out)  # until the result is there, for whoever waits to train the run
+        try:
+            collect(out, results)
+        finally:
+            lock.release()
     return code
 
 
@@ -38,6 +45,11 @@ def _follow_parent() -> None:
 
 
 def work(runs: Path, results: Path) -> int:
+    from grt.train.folder import HeldError
+
     config = from_dict(RunConfig, json.loads(sys.stdin.readline()))
     threading.Thread(target=_follow_parent, daemon=True).start()
-    return train_and_collect(config, runs, results)
+    try:
+        return train_and_collect(config, runs, results)
+    except HeldError:
+        return HELD

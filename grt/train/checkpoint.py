@@ -28,7 +28,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.config import ConfigError, RunConfig, at_home, config_hash, load
 from grt.data.shards import sync_folder
 from grt.methods import build_model
 from grt.model.recurrent import RecurrentDepthModel
@@ -259,16 +259,17 @@ def find_checkpoint(path: Path) -> tuple[Path, RunConfig]:
         path = path.parent / path.read_text(encoding="utf-8").strip()
     if (path / "manifest.json").exists():
         in_run = path.parent.name == "checkpoints" and path.name.startswith("step-")
-        config = load((path.parents[1] if in_run else path) / "config.json")
+        home = path.parents[1] if in_run else path
+        config = load(home / "config.json")
         verify(path, config_hash(config))
-        return path, config
+        return path, at_home(config, home)
     config = load(path / "config.json")
     folder, skipped = Checkpoints(path, config_hash(config), keep=1).newest_sound()
     if folder is None:
         raise CheckpointError(skipped[0] if skipped else f"{path} holds no checkpoint yet: train it first.")
     for reason in skipped:
         warnings.warn(f"passed over a checkpoint: {reason}", stacklevel=3)
-    return folder, config
+    return folder, at_home(config, path)
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> tuple[RecurrentDepthModel, RunConfig]:

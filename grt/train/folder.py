@@ -51,6 +51,10 @@ def claim(out: Path, config: RunConfig, resume: bool) -> None:
         ) from None
 
 
+class HeldError(ConfigError):
+    """Another process trains into this folder."""
+
+
 class FolderLock:
     """Held by the one process that trains into a folder: until `release`, the end of this object or of the process.
 
@@ -66,11 +70,22 @@ class FolderLock:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
-            raise ConfigError(
+            raise HeldError(
                 f"{out} is being trained by another process: wait for its end, or give --out a new folder."
             ) from None
         except OSError:  # a network file system without locks
             pass
+
+
+def is_held(out: Path) -> bool:
+    """Whether a process trains into this folder now."""
+    if not (out / LOCK).exists():
+        return False
+    try:
+        FolderLock(out).release()
+    except HeldError:
+        return True
+    return False
 
 
 def difference(a: RunConfig, b: RunConfig) -> str:
