@@ -15,13 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 50
 
-BASE = {"config", "presets", "model", "methods"}
+BASE = {"config", "cache_folder", "presets", "model", "methods"}
 SIBLINGS = {"data", "evals", "infer", "train", "hf", "vllm", "analysis", "bench"}
 
 # part of grt -> the parts that it may import, itself aside; a new part is added here or it is refused.
 MAY_IMPORT: dict[str, set[str]] = {
     "fields": set(),
     "config": {"fields"},
+    "cache_folder": {"fields"},
     "presets": {"config"},
     "model": {"config"},
     "methods": {"config", "model"},

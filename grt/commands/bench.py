@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from grt.config import ConfigError, at_least
-from grt.options import Device, Run, parse
+from grt.options import Device, Run, Weights, parse
 from grt.presets import preset
 
 
@@ -52,6 +52,8 @@ class Latency:
     """Tokens to generate; without it 128 (paper on a CPU: 4)."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Of weights, caches and products."""
+    weights: Annotated[Weights | None, tyro.conf.arg(metavar="{fp32,bf16,int8}")] = None
+    """What our matrices are kept in instead; a CPU then multiplies a few rows with our kernels."""
     kv: str = "full"
     """How GRT's steps share keys and values: full, first, last, mean, mod:K or first:all."""
     compile: Literal["on", "off"] = "on"
@@ -203,8 +205,8 @@ def run_latency(arguments: list[str]) -> None:
     use_threads(command.threads)
     report = bench_latency(
         command.sizes, command.protocol, command.batch, prompt=command.prompt, new=command.new, dtype=command.dtype,
-        kv=command.kv, compiled=command.compile == "on", alternations=command.alternations, peers=command.peers,
-        device=command.device,
+        weights=command.weights, kv=command.kv, compiled=command.compile == "on", alternations=command.alternations,
+        peers=command.peers, device=command.device,
     )  # fmt: skip
     show(report)
 
