@@ -25,6 +25,7 @@ from grt.evals.cloze import cloze_accuracy, dump_items, make_items
 from grt.evals.loss import Evaluation, evaluate
 from grt.evals.sharing import sharing_loss
 from grt.exits import NOBODY, Wanted, evaluated_exit, find_exit, show_exit
+from grt.infer.quantize import Weights, keep_weights
 from grt.model import cost
 from grt.model.cache import KVCache
 from grt.model.exit import Exit
@@ -76,17 +77,17 @@ def known_text(run: Path, checkpoint: Path, config: RunConfig, data: str | None)
 def evaluation_report(
     run: Path, data: str | None = None, *, depths: Sequence[int] | None = None, limit: int | None = None,
     batch_size: int = 16, dtype: str = "fp32", device: str = "auto", routing: str | None = None,
-    kv: Sequence[str] = (), cloze: int = 0, exit: Wanted = NOBODY,
+    kv: Sequence[str] = (), cloze: int = 0, exit: Wanted = NOBODY, weights: Weights | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of `grt eval`: loss, perplexity, bits per byte and FLOPs at each depth, and every setting.
 
     routing: as in `evaluate`; None: by the threshold where there is a router, with the loss of top-k beside it.
     kv: strategies whose loss is measured too, and with it accuracy on `cloze` items. exit: what tokens are worth that
-    leave on their own, after the deepest of `depths` at the latest.
+    leave on their own, after the deepest of `depths` at the latest. weights: as for keep_weights.
     """
-    start = time.perf_counter()
-    where = resolve_device(device)
+    start, where = time.perf_counter(), resolve_device(device)
     model, config = load_model(checkpoint := find_checkpoint(run)[0], where)
+    keep_weights(model, weights, torch.float32)
     halting = find_exit(checkpoint, model, exit, max(depths) if depths else None)
     check_sharing(model, kv, cloze, halting)
     split = known_text(run, checkpoint, config, data)
@@ -97,7 +98,7 @@ def evaluation_report(
     if routing == "topk":
         warnings.warn("routing topk looks at later tokens: this loss leaks them, it is not a result", stacklevel=2)
     losses = finite_losses(result, run)
-    added: dict[str, Any] = {"extras": result.extras} if result.extras else {}
+    added: dict[str, Any] = {"weights": weights or "fp32", **({"extras": result.extras} if result.extras else {})}
     if both:
         added["topk_loss"] = evaluate(model, split, depths=[max(losses)], routing="topk", **options).deepest
     if isinstance(split, TaskSplit):

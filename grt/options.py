@@ -15,6 +15,7 @@ from grt.presets import PRESETS, preset
 
 T = TypeVar("T")
 Device = Literal["auto", "cpu", "cuda", "mps"]
+Weights = Literal["fp32", "bf16", "int8"]
 Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
 # What tyro says (first part of its box) -> what we say; the groups of the pattern fill the sentence.

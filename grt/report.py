@@ -15,6 +15,7 @@ from grt.data.tokenizer import get_tokenizer
 from grt.eval_report import evaluation_report, show_evaluation
 from grt.exits import NOBODY, Wanted, find_exit
 from grt.infer.generate import Stream
+from grt.infer.quantize import Weights, keep_weights
 from grt.infer.sampling import Sampling
 from grt.infer.speculative import Draft, SpeculativeStream
 from grt.infer.text import TextStream
@@ -31,16 +32,16 @@ console = Output()
 def generation_report(
     run: Path, prompt: str, *, device: str = "auto", dtype: str = "fp32", show: Callable[[str], None] | None = None,
     stop: Sequence[str] = (), logprobs: bool = False, seed: int = 0, draft: Draft | None = None,
-    exit: Wanted = NOBODY, **options: Any,
+    exit: Wanted = NOBODY, weights: Weights | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of `grt generate`; `show` is given the prompt and then the text as it comes. draft: speculative
-    decoding. options: Stream's.
+    decoding. weights: as for keep_weights. options: Stream's.
 
     A stop string is not part of the text, but the tokens that spell it are among the tokens.
     """
     where = resolve_device(device)
     model, config = load_model(run, where)
-    model.to(resolve_dtype(dtype, where, config.model.d_model))
+    keep_weights(model, weights, resolve_dtype(dtype, where, config.model.d_model))
     tokenizer = get_tokenizer(config.data.tokenizer)
     try:
         ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]

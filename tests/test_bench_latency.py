@@ -107,14 +107,15 @@ def test_all_contestants_write_the_same_text():
     ticks = []
 
     def texts(task):
-        return [c.generate(6, partial(ticks.append, c.name)) for c in latency.contestants_of(models, task, True)]
+        contestants = latency.contestants_of(models, task, models["dense"])
+        return [c.generate(6, partial(ticks.append, c.name)) for c in contestants]
 
     with_cache, without = texts(cached), texts(paper)
     assert (len(with_cache), len(without)) == (3, 2)
     assert torch.equal(with_cache[1], with_cache[2]) and len(set(with_cache[1][0].tolist())) > 1
     assert all(torch.equal(a, b) for a, b in zip(with_cache, without, strict=False))
     assert ticks == ["grt"] * 2 + ["dense"] * 2 + ["transformers"] * 6 + ["grt", "dense"]
-    _, cropped = latency.contestants_of(models, decoding.Task("paper", 1, 12, 6), False)
+    _, cropped = latency.contestants_of(models, decoding.Task("paper", 1, 12, 6), None)
     text = list(generate(models["dense"], cropped.prompts[0].tolist(), max_new_tokens=6, temperature=0, crop=True))
     assert cropped.generate(6, lambda: None)[0].tolist() == text and len(set(text)) > 1
 

@@ -236,7 +236,7 @@ def test_resume_goes_on_from_the_last_checkpoint(grt, run, texts, tmp_path, form
 
 EVAL_KEYS = {
     "run", "step", "data", "windows", "dtype", "device", "loss", "loss_by_depth", "depths", "kv", "exit", "routing",
-    "seed", "commit", "seconds",
+    "seed", "commit", "seconds", "weights",
 }  # fmt: skip
 
 

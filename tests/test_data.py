@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from grt.cache_folder import cache_folder
 from grt.data import corpus as corpus_module
 from grt.data import prepare as prepare_module
 from grt.data import shards as shards_module
 from grt.data.corpus import BUILTIN_SHA256, BUILTIN_VERSIONS, Corpus, open_corpus
 from grt.data.loader import Split, batch, bigram_entropy, check_ids, n_windows, windows
-from grt.data.prepare import cache_folder, load_prepared, prepare
+from grt.data.prepare import load_prepared, prepare
 from grt.train.checkpoint import replace_file
 
 

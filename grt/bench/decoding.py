@@ -18,6 +18,7 @@ from torch import Tensor
 from grt.bench.peers import transformers_generate
 from grt.config import ModelConfig
 from grt.infer.decoder import Decoder
+from grt.infer.quantize import Weights, keep_weights
 from grt.methods import build_model
 from grt.model.context import LoopContext
 from grt.model.precision import cpu_name, dtype_name
@@ -157,9 +158,12 @@ def add_ratio(report: dict[str, Any], name: str, above: list[Timed], below: list
     report["ratio_spreads"][name] = [min(ratios), max(ratios)]
 
 
-def on(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> RecurrentDepthModel:
+def on(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, weights: Weights | None = None
+) -> RecurrentDepthModel:
+    """A model of random weights, kept as keep_weights says."""
     torch.manual_seed(0)
-    return build_model(config).to(device=device, dtype=dtype).eval()
+    return keep_weights(build_model(config).to(device).eval(), weights, dtype)
 
 
 def empty_report(bench: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 seems to have been made: no cache; each token costs a forward pass over the last `context` tokens.
 
 Contestants are GRT isoFLOP, dense of equal block executions and, with a cache, transformers' GPT-2 on the weights of
-that dense model. Weights are random, in bf16 or fp32 throughout. They take turns in one process; ratios are taken
+that dense model. Weights are random, in bf16 or fp32 throughout, or ours kept apart (`weights`, grt/infer/quantize.py).
+They take turns in one process; ratios are taken
 within each turn and their median reported. ms_per_token is the time of a decoding step, which makes one token of each
 row: everything behind the first new token, which is prefill_ms. The roofline is of what such a step has to read
 (cost.decode_bytes at the mean length of the decoding), against the speed at which this machine reads a long tensor.
@@ -37,6 +38,8 @@ from grt.bench.decoding import (
     warm_up,
 )
 from grt.config import ConfigError, ModelConfig, at_least
+from grt.infer import kernels
+from grt.infer.quantize import Weights
 from grt.model import cost
 from grt.model.precision import resolve_device
 from grt.model.recurrent import RecurrentDepthModel
@@ -101,8 +104,9 @@ def plan(
 
 def bench_latency(
     sizes: Sequence[str] = (), protocols: Sequence[str] = PROTOCOLS, batches: Sequence[int] = (1, 4), *,
-    prompt: int | None = None, new: int | None = None, dtype: str = "bf16", kv: str = "full", compiled: bool = True,
-    alternations: int = 5, peers: Sequence[str] = ("dense", "transformers"), device: str = "auto",
+    prompt: int | None = None, new: int | None = None, dtype: str = "bf16", weights: Weights | None = None,
+    kv: str = "full", compiled: bool = True, alternations: int = 5, peers: Sequence[str] = ("dense", "transformers"),
+    device: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of the bench. peers, dense: GRT against dense; transformers: our dense against theirs."""
     at_least("--alternations", alternations, 1)
@@ -113,32 +117,38 @@ def bench_latency(
     planned = plan(sizes, protocols, batches, prompt, new, kv, compiled, where.type == "cpu", notes)
     report = empty_report("latency", where, precision)
     report |= {"alternations": alternations, "kv": kv, "compiled": compiled, "notes": notes}
+    report |= {"weights": weights or dtype, "kernels": kernels.best() if weights and where.type == "cpu" else None}
     report["roofline"] = {"peak_gb_per_s": peak_gb_per_s(where)} | {key: {} for key in KEYS}
     for size, tasks in planned:
         configs = dict(zip((f"grt {size}", f"dense {size}"), pair_of(size), strict=True))
         if "dense" not in peers:
             del configs[f"grt {size}"]
-        models = {name: on(where, precision, config) for name, config in configs.items()}
+        models = {name: on(where, precision, config, weights) for name, config in configs.items()}
+        peer = on(where, precision, configs[f"dense {size}"]) if "transformers" in peers else None
         for task in tasks:
-            measure(models, task, "transformers" in peers, report)
+            measure(models, task, peer, report)
             torch.compiler.reset()  # what was compiled for the next models comes on top of this, up to a limit
     return report
 
 
-def contestants_of(models: dict[str, RecurrentDepthModel], task: Task, peer: bool) -> list[Contestant]:
-    """GRT if it takes part, dense, and transformers where there is a cache."""
+def contestants_of(
+    models: dict[str, RecurrentDepthModel], task: Task, peer: RecurrentDepthModel | None
+) -> list[Contestant]:
+    """GRT if it takes part, dense, and, where there is a cache, transformers with the weights of `peer`."""
     *_, (name_of_dense, dense) = models.items()
     prompts = task.prompts(dense.config.vocab_size)
     make = Recomputed if task.protocol == "paper" else Cached
     made: list[Contestant] = [make(name, model, task, prompts) for name, model in models.items()]
     return made + (
-        [Transformers(name_of_dense.replace("dense", "transformers"), dense, prompts)]
-        if peer and make is Cached
+        [Transformers(name_of_dense.replace("dense", "transformers"), peer, prompts)]
+        if peer is not None and make is Cached
         else []
     )
 
 
-def measure(models: dict[str, RecurrentDepthModel], task: Task, peer: bool, report: dict[str, Any]) -> None:
+def measure(
+    models: dict[str, RecurrentDepthModel], task: Task, peer: RecurrentDepthModel | None, report: dict[str, Any]
+) -> None:
     """Let one group take turns; add its rows, its rooflines and the ratio of each pair to `report`."""
     contestants = contestants_of(models, task, peer)
     compile_s = {c.name: warm_up(c, task.new) for c in contestants}
@@ -149,7 +159,7 @@ def measure(models: dict[str, RecurrentDepthModel], task: Task, peer: bool, repo
         row = median_row(name, task.batch, of_turns) | {"protocol": task.protocol, "compile_s": compile_s[name]}
         row |= {"prompt": task.prompt, "new": task.new}
         if task.protocol == "cached":
-            model = models.get(name, dense_model)
+            model = models.get(name, peer or dense_model)
             row |= roofline(model, task, row["ms_per_token"], report["roofline"]["peak_gb_per_s"])
             for key in KEYS:
                 report["roofline"][key][f"{row['name']}, batch {task.batch}"] = row[key]
@@ -162,9 +172,10 @@ def measure(models: dict[str, RecurrentDepthModel], task: Task, peer: bool, repo
 
 
 def roofline(model: RecurrentDepthModel, task: Task, ms_per_token: float, peak: float) -> dict[str, float]:
-    itemsize = model.embed.tokens.weight.itemsize
+    weight = model.embed.tokens.weight
     seen = task.prompt + task.new / 2  # mean of prompt + 1 .. prompt + new - 1
-    read = cost.decode_bytes(model, model.config.blocks.R, seen, task.batch, itemsize)
+    sizes = {"itemsize": weight.itemsize, "kv_itemsize": weight.dtype.itemsize}
+    read = cost.decode_bytes(model, model.config.blocks.R, seen, task.batch, **sizes)
     speed = read / (1e-3 * ms_per_token) / 1e9
     return dict(zip(KEYS, (read, speed, speed / peak), strict=True))
 

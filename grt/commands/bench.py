@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from grt.config import ConfigError, at_least
-from grt.options import Device, Run, parse
+from grt.options import Device, Run, Weights, parse
 from grt.presets import preset
 
 
@@ -52,6 +52,8 @@ class Latency:
     """Tokens to generate; without it 128 (paper on a CPU: 4)."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Of weights, caches and products."""
+    weights: Annotated[Weights | None, tyro.conf.arg(metavar="{fp32,bf16,int8}")] = None
+    """What our matrices are kept in instead; a CPU then multiplies a few rows with our kernels."""
     kv: str = "full"
     """How GRT's steps share keys and values: full, first, last, mean, mod:K or first:all."""
     compile: Literal["on", "off"] = "on"
@@ -154,6 +156,30 @@ class Speculative:
     """CPU threads; 0: as many as torch takes by itself."""
 
 
+@dataclass
+class Serve:
+    """Tokens per second in vLLM, GRT and dense in turn, many requests at once: a table, then one JSON line."""
+
+    size: Literal["nano", "small", "medium", "large"] = "small"
+    """GRT and dense of equal block executions."""
+    requests: int = 32
+    """Requests, all there from the start."""
+    prompt: int = 128
+    """Tokens of each prompt."""
+    new: int = 64
+    """Tokens to generate for each."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Of weights, caches and products."""
+    kv: Literal["full", "first:all"] = "full"
+    """How GRT's steps share keys and values."""
+    compile: Literal["on", "off"] = "on"
+    """Whether vLLM compiles the models."""
+    alternations: int = 5
+    """Turns of each that count; one more warms up."""
+    peers: list[Literal["dense", "gpt2"]] = field(default_factory=lambda: ["dense", "gpt2"])
+    """dense: our dense model in vLLM; gpt2: vLLM's own GPT-2."""
+
+
 def run_training(arguments: list[str]) -> None:
     command = parse(Training, arguments, "bench training")
     from grt.bench.training import bench_training, show
@@ -179,8 +205,8 @@ def run_latency(arguments: list[str]) -> None:
     use_threads(command.threads)
     report = bench_latency(
         command.sizes, command.protocol, command.batch, prompt=command.prompt, new=command.new, dtype=command.dtype,
-        kv=command.kv, compiled=command.compile == "on", alternations=command.alternations, peers=command.peers,
-        device=command.device,
+        weights=command.weights, kv=command.kv, compiled=command.compile == "on", alternations=command.alternations,
+        peers=command.peers, device=command.device,
     )  # fmt: skip
     show(report)
 
@@ -229,6 +255,17 @@ def run_speculative(arguments: list[str]) -> None:
     show(report)
 
 
+def run_serve(arguments: list[str]) -> None:
+    command = parse(Serve, arguments, "bench serve")
+    from grt.bench.serve import bench_serve, show
+
+    report = bench_serve(
+        command.size, requests=command.requests, prompt=command.prompt, new=command.new, dtype=command.dtype,
+        kv=command.kv, compiled=command.compile == "on", alternations=command.alternations, peers=command.peers,
+    )  # fmt: skip
+    show(report)
+
+
 def use_threads(threads: int) -> None:
     import torch
 
@@ -244,6 +281,7 @@ BENCHES: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "dial": (run_dial, "loss against time per token, by depth, of one trained model"),
     "halting": (run_halting, "loss, FLOPs and time of tokens that leave one by one, against fixed depths"),
     "speculative": (run_speculative, "time per token with drafts against plain decoding, of one trained model"),
+    "serve": (run_serve, "tokens per second in vLLM, against dense models there"),
 }
 
 

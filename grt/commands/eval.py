@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from grt.config import ConfigError
-from grt.options import Device, Run, parse
+from grt.options import Device, Run, Weights, parse
 
 # Options that mean nothing beside --tasks, and those that mean nothing without it.
-OF_THE_LOSS = ("data", "windows", "routing", "cloze")
+OF_THE_LOSS = ("data", "windows", "routing", "cloze", "weights")
 OF_TASKS = ("data_dir", "limit", "cache")
 
 
@@ -54,6 +54,8 @@ class Eval:
     """With --tasks: where scores are kept, so that a run that was stopped goes on; without it, RUN/scores."""
     dtype: Literal["auto", "fp32", "bf16"] = "fp32"
     """Precision of the matrix products; auto: the fastest here."""
+    weights: Annotated[Weights | None, tyro.conf.arg(metavar="{fp32,bf16,int8}")] = None
+    """What the matrices are kept in, to see what less costs; without it fp32."""
     device: Device = "auto"
     """Where to compute."""
     json: bool = False
@@ -86,7 +88,7 @@ def loss_evaluation(command: Eval) -> tuple[dict[str, Any], Any]:
         command.run, command.data, depths=command.depth or None, limit=command.windows,
         batch_size=16 if command.batch_size == "auto" else command.batch_size, dtype=command.dtype,
         device=command.device, routing=command.routing, kv=command.kv, cloze=command.cloze,
-        exit=Wanted(command.exit, command.threshold, command.budget),
+        weights=command.weights, exit=Wanted(command.exit, command.threshold, command.budget),
     )  # fmt: skip
     return report, show_evaluation
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from grt.config import ConfigError
-from grt.options import Device, Run, parse
+from grt.options import Device, Run, Weights, parse
 
 
 @dataclass
@@ -60,6 +60,8 @@ class Generate:
     """With --json: each token's log-probability under the model, whatever the sampling."""
     dtype: Literal["auto", "fp32", "bf16"] = "fp32"
     """Precision of the weights and of all that is computed; auto: the fastest here."""
+    weights: Annotated[Weights | None, tyro.conf.arg(metavar="{fp32,bf16,int8}")] = None
+    """What the matrices are kept in, whatever else is computed in; int8 is the fastest to read."""
     device: Device = "auto"
     """Where to compute."""
     json: bool = False
@@ -80,7 +82,7 @@ def run_generate(arguments: list[str]) -> int:
         command.temperature, command.top_k, command.top_p, command.min_p, command.repetition_penalty
     )  # fmt: skip
     report = generation_report(
-        command.run, command.prompt, device=command.device, dtype=command.dtype,
+        command.run, command.prompt, device=command.device, dtype=command.dtype, weights=command.weights,
         show=None if command.json else lambda text: print(text, end="", flush=True),
         stop=command.stop, logprobs=command.logprobs, seed=command.seed, depth=command.depth, sampling=sampling,
         max_new_tokens=command.max_new_tokens, kv=command.kv, crop=command.crop, compiled=command.compile,

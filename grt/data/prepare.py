@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from grt.cache_folder import cache_folder
 from grt.config import ConfigError
 from grt.data.corpus import RESERVED, open_corpus, split_sources
 from grt.data.encode import WorkerDied
 from grt.data.meta import FORMAT
-from grt.data.remote import cache_folder
 from grt.data.shards import Prepared, load_if_intact, load_prepared, read_meta, write_prepared
 from grt.data.tasks import PREFIX, open_task
 from grt.data.texts import Texts
@@ -29,7 +29,7 @@ from grt.data.token_files import find_token_files
 from grt.data.tokenizer import Tokenizer, get_tokenizer
 from grt.presets import PRESETS, preset
 
-__all__ = ["Prepared", "cache_folder", "load_prepared", "prepare"]
+__all__ = ["Prepared", "load_prepared", "prepare"]
 
 SHARD_TOKENS = 100_000_000
 OURS = re.compile(r"meta\.json|journal\.jsonl|tokenizer\.json|(train|val)-\d{5}\.bin|(train|val)\.idx")

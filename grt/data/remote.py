@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from grt.cache_folder import cache_folder
 from grt.config import ConfigError
 from grt.data.formats import KINDS, kind_of
 
@@ -26,13 +27,6 @@ SHORTCUTS = {
     "#sha256=86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 }
 TIMEOUT = 60  # seconds without a byte
-
-
-def cache_folder() -> Path:
-    """Where grt keeps what it can make again: $GRT_CACHE, else $XDG_CACHE_HOME/grt, else ~/.cache/grt."""
-    if folder := os.environ.get("GRT_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grt"
 
 
 def download(source: str) -> Path:

@@ -32,13 +32,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor
 
 
 class OneRow(TorchFunctionMode):
-    """While entered, these two stand in for torch's where there is one row."""
+    """While entered, these two stand in for torch's where there is one row. Not for weights that are kept in some other
+    way (grt/infer/quantize.py), which bring a product of their own."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and args[0].numel() == args[0].shape[-1]:
+        if func is F.linear and isinstance(args[1], Tensor) and args[0].numel() == args[0].shape[-1]:
             return linear(*args, **kwargs)
         if func is F.scaled_dot_product_attention and args[0].shape[2] == 1:
             q, k, v = args

@@ -80,7 +80,7 @@ class Router(nn.Module):
     @property
     def flops(self) -> int:
         """Of one router, per token."""
-        return 2 * sum(p[0].numel() for p in self.parameters())
+        return 2 * sum(p[0].numel() for p in (self.up, self.down) if p is not None)
 
 
 class Routed(UpdateRule):

@@ -111,11 +111,14 @@ def decode_memory(
     }
 
 
-def decode_bytes(model: RecurrentDepthModel, steps: int, tokens: float, batch: int = 1, itemsize: int = 2) -> int:
-    """Bytes read to decode one token of each of `batch` rows at depth `steps`, where it sees `tokens` keys."""
+def decode_bytes(
+    model: RecurrentDepthModel, steps: int, tokens: float, batch: int = 1, itemsize: int = 2, kv_itemsize: int = 0
+) -> int:
+    """Bytes read to decode one token of each of `batch` rows at depth `steps`, where it sees `tokens` keys. itemsize:
+    of a weight; kv_itemsize: of a key's or value's element (0: the same)."""
     config, layout = model.config, model.config.blocks
     executions = layout.p + steps * layout.n + layout.c
     # With one row a matrix does 2 FLOPs for each of its weights, and attention to one token 4 d.
     products = executed_flops(model, steps, 1) + head_flops(config) - executions * 4 * config.d_model
     keys_and_values = executions * 2 * config.d_model * tokens  # shared or not, each execution reads its own
-    return round(itemsize * (products / 2 + batch * keys_and_values))
+    return round(itemsize * products / 2 + (kv_itemsize or itemsize) * batch * keys_and_values)

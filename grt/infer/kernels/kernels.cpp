@@ -1,0 +1,157 @@
+// The parts of decoding a token that read weights, for a few rows x:
+//
+//     row_product    y = x W^T * scale + bias, W in fp32, bf16 or int8
+//     norm_product   the same of LayerNorm(x)
+//     rest_of_block  h = x + out(attention(q, keys, values)),  y = h + down(gelu(up(LayerNorm(h))))
+//
+// With so few rows the time is that of reading W. So it is asked for ahead of its use, four of its rows are summed at
+// once to hide the latency of additions, and every call deals the rows out to the threads in the same way: pass after
+// pass, each thread finds its part of a recurrent core in its own cache.
+//
+// fp32 and bf16 are multiplied by x and summed up in fp32; the CPU's dot product of bf16 would round x too, and win
+// nothing, as memory and caches are slower than either. For int8, x is rounded to 16 bits (steps of max |x| / 32767, by
+// the row), and sums are of integers: widened to fp32, int8 would be read more slowly than caches deliver it.
+//
+// One text, compiled for several instruction sets; the widest that the CPU has is chosen at run time.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <string>
+#include <vector>
+
+#include "vectors.h"
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+namespace {
+
+struct Path {
+  const char* name;
+  void (*product)(const Product&, Member&);
+  void (*rest_of_block)(const Rest&, Member&);
+};
+
+#define PATH(name) {#name, name::product, name::rest_of_block}
+
+// What this CPU can run, the fastest first.
+const std::vector<Path>& paths() {
+  static const std::vector<Path> found = [] {
+    std::vector<Path> paths;
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) paths.push_back(PATH(avx512));
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) paths.push_back(PATH(avx2));
+#endif
+    paths.push_back(PATH(portable));
+    return paths;
+  }();
+  return found;
+}
+
+std::string path_names() {
+  std::string names;
+  for (const Path& path : paths()) names += std::string(names.empty() ? "" : " ") + path.name;
+  return names;
+}
+
+Numbers numbers(const Tensor& t) {
+  bool is_bf16 = t.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(t.is_contiguous() && (is_bf16 || t.scalar_type() == ScalarType::Float), "not fp32 or bf16 in a row");
+  return {t.data_ptr(), is_bf16};
+}
+
+std::vector<float> widened(const Tensor& x) {
+  Numbers given = numbers(x);
+  std::vector<float> values(x.numel());
+  for (size_t i = 0; i < values.size(); i++) values[i] = given[i];
+  return values;
+}
+
+Linear linear_of(const Tensor& weight, const MaybeTensor& scale, const MaybeTensor& bias) {
+  STD_TORCH_CHECK(weight.stride(1) == 1, "a row's weights must lie one after the other");
+  ScalarType type = weight.scalar_type();
+  Format format = type == ScalarType::Char ? Format::int8 : type == ScalarType::BFloat16 ? Format::bf16 : Format::fp32;
+  Linear linear{weight.data_ptr(), format, weight.size(0), weight.size(1), weight.stride(0), nullptr, std::nullopt};
+  if (scale) linear.scale = static_cast<const float*>(numbers(*scale).at);
+  if (bias) linear.bias = numbers(*bias);
+  return linear;
+}
+
+Norm norm_of(const Tensor& gain, const Tensor& shift, double eps) {
+  return {widened(gain), widened(shift), static_cast<float>(eps)};
+}
+
+Tensor new_like(const Tensor& x, int64_t width) {
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = width;
+  return torch::stable::new_empty(x, {shape.data(), shape.size()});
+}
+
+Tensor row_product(const Tensor& x, const Tensor& weight, const MaybeTensor& scale, const MaybeTensor& bias,
+                   const MaybeTensor& gain, const MaybeTensor& shift, double eps, int64_t path) {
+  Linear linear = linear_of(weight, scale, bias);
+  STD_TORCH_CHECK(x.size(-1) == linear.k, "x and weight do not fit");
+  std::vector<float> wide = widened(x);
+  Tensor y = new_like(x, linear.n);
+  Product p{linear, std::nullopt, wide.data(), x.numel() / linear.k, numbers(y)};
+  if (gain && shift) p.norm = norm_of(*gain, *shift, eps);
+  const Path& chosen = paths().at(path);
+  together(linear.n * linear.k / ALONE, [&](Member& me) { chosen.product(p, me); });
+  return y;
+}
+
+// Of q (rows, d or more), keys and values (rows, heads, tokens, width), visible (rows, tokens)
+Attention attention_of(const float* q, int64_t q_row, const Tensor& keys, const Tensor& values,
+                       const MaybeTensor& visible, float* y) {
+  bool is_bf16 = keys.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(keys.stride(3) == 1 && (is_bf16 || keys.scalar_type() == ScalarType::Float), "keys do not fit");
+  for (int64_t i = 0; i < 4; i++) STD_TORCH_CHECK(keys.stride(i) == values.stride(i), "keys are not as values");
+  Attention a{keys.size(0), keys.size(1), keys.size(2), keys.size(3), q, q_row, keys.data_ptr(), values.data_ptr(),
+              is_bf16, keys.stride(0), keys.stride(1), keys.stride(2), nullptr, 0, 0, y};
+  if (visible) {
+    a.visible = static_cast<const bool*>(visible->data_ptr());
+    a.visible_row = visible->stride(0), a.visible_token = visible->stride(1);
+  }
+  return a;
+}
+
+Tensor rest_of_block(const Tensor& x, const Tensor& qkv, const Tensor& keys, const Tensor& values,
+                     const MaybeTensor& visible, const Tensor& out_weight, const MaybeTensor& out_scale,
+                     const MaybeTensor& out_bias, const Tensor& gain, const Tensor& shift, double eps,
+                     const Tensor& up_weight, const MaybeTensor& up_scale, const MaybeTensor& up_bias,
+                     const Tensor& down_weight, const MaybeTensor& down_scale, const MaybeTensor& down_bias,
+                     int64_t path) {
+  Linear out = linear_of(out_weight, out_scale, out_bias), up = linear_of(up_weight, up_scale, up_bias);
+  Linear down = linear_of(down_weight, down_scale, down_bias);
+  int64_t m = keys.size(0), d = out.n;
+  std::vector<float> given = widened(x), q = widened(qkv), mixed(m * d), part(m * d), wide(m * up.n);
+  Tensor y = new_like(x, d);
+  Rest rest{given.data(), attention_of(q.data(), qkv.size(-1), keys, values, visible, mixed.data()), out,
+            norm_of(gain, shift, eps), up, down, part.data(), wide.data(), numbers(y)};
+  const Path& chosen = paths().at(path);
+  together(up.n * d / ALONE, [&](Member& me) { chosen.rest_of_block(rest, me); });
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(grt, m) {
+  m.def(
+      "row_product(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, Tensor? gain=None, Tensor? shift=None, "
+      "float eps=0, int path=0) -> Tensor");
+  m.def(
+      "rest_of_block(Tensor x, Tensor qkv, Tensor keys, Tensor values, Tensor? visible, Tensor out, Tensor? out_scale, "
+      "Tensor? out_bias, Tensor gain, Tensor shift, float eps, Tensor up, Tensor? up_scale, Tensor? up_bias, "
+      "Tensor down, Tensor? down_scale, Tensor? down_bias, int path=0) -> Tensor");
+  m.def("paths() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grt, CPU, m) {
+  m.impl("row_product", TORCH_BOX(&row_product));
+  m.impl("rest_of_block", TORCH_BOX(&rest_of_block));
+}
+STABLE_TORCH_LIBRARY_IMPL(grt, CompositeExplicitAutograd, m) { m.impl("paths", TORCH_BOX(&path_names)); }
