@@ -107,6 +107,7 @@ class Server:
             time.sleep(0.2)
 
     def stop(self) -> None:
+        self.client.close()
         os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(30)

@@ -115,7 +115,7 @@ def test_a_cut_connection(server: Server, expected: list[str]) -> None:
 
 def test_too_long_a_prompt(server: Server, exported: Exported, expected: list[str]) -> None:
     context = exported.model.config.context
-    for length in (context, 4 * context):
+    for length in (context + 1, 4 * context):
         with pytest.raises(openai.BadRequestError, match=f"maximum context length is {context} tokens") as refused:
             server.complete([65] * length, max_tokens=1)
         assert refused.value.status_code == 400
