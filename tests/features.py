@@ -28,6 +28,7 @@ STACKS = {
     "transformers": "transformers",
     "lm-eval": "lm-eval",
     "onnx": "ONNX",
+    "vllm": "vLLM",
 }  # fmt: skip
 
 FEATURES: dict[str, dict[str, Cell]] = {
@@ -36,17 +37,20 @@ FEATURES: dict[str, dict[str, Cell]] = {
         "transformers": yes("test_hf_generate::test_padded_batches_of_every_method_and_cache"),
         "lm-eval": yes("test_continuations::test_at_once_is_one_plain_pass_a_pair"),
         "onnx": Cell("all but MoR", "test_export::test_onnx_has_the_same_logits"),
+        "vllm": Cell("all but MoR", "test_greedy::test_every_method"),
     },
     "depth dial": {
         "grt": Cell("`--depth`", "test_generate::test_depth_is_the_truncated_models"),
         "transformers": Cell("`num_steps`", "test_hf_model::test_depth_is_an_argument_and_a_number_of_layers"),
         "lm-eval": Cell("`--depths`", "test_harness::test_lm_eval_and_our_own_loss_agree"),
         "onnx": Cell("one a file", "test_export::test_onnx_has_the_same_logits"),
+        "vllm": Cell("`--hf-overrides`", "test_greedy::test_compiled_at_two_depths"),
     },
     "keys and values shared by steps (`kv`)": {
         "grt": yes("test_stream::test_each_strategy_is_the_caches"),
         "transformers": yes("test_hf_generate::test_every_strategy"),
         "lm-eval": yes("test_continuations::test_token_by_token_in_a_batch_is_each_alone"),
+        "vllm": Cell("`first:all`", "test_greedy::test_50_prompts_of_a_trained_model"),
     },
     "exit policies": {
         "grt": yes("test_halting::test_rows_of_a_batch_are_rows_alone"),
@@ -71,9 +75,13 @@ FEATURES: dict[str, dict[str, Cell]] = {
         "transformers": Cell("left padding", "test_hf_model::test_padded_rows_are_single_rows"),
         "lm-eval": yes("test_harness::test_batches_of_one_and_four_and_auto_agree"),
         "onnx": Cell("equal rows", "test_export::test_onnx_has_the_same_logits"),
+        "vllm": yes("test_server::test_8_side_by_side"),
     },
     "beams": {"transformers": yes("test_hf_generate::test_beams_with_a_cache_are_beams_without")},
-    "compiled decoding": {"grt": yes("test_stream::test_compiled_text_is_the_same")},
+    "compiled decoding": {
+        "grt": yes("test_stream::test_compiled_text_is_the_same"),
+        "vllm": yes("test_greedy::test_compiled_at_two_depths"),
+    },
     "training": {
         "grt": Cell("`grt train`", "test_conformance::test_every_parameter_learns"),
         "transformers": Cell("Trainer", "test_hf_train::test_trainer_counts_tokens_and_not_batches"),

@@ -32,8 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": BASE | {"data"},
     "train": BASE | {"data", "evals"},
     "hf": BASE | {"infer"},
-    "vllm": BASE | {"infer"},
-    "bench": BASE | {"infer", "train", "data", "evals"},
+    "vllm": BASE | {"infer", "hf"},
+    "bench": BASE | {"infer", "train", "data", "evals", "vllm"},
     "paper": BASE | SIBLINGS | {"eval_report", "fields"},
     "options": {"config", "presets"},
     "exits": BASE | SIBLINGS,
@@ -63,6 +63,7 @@ HOMES = {
     "transformers": ("grt/hf/", "grt/bench/peers.py"),
     "lm_eval": ("grt/evals/benchmarks.py", "grt/evals/harness.py"),
     "onnxruntime": ("grt/hf/onnx.py",),
+    "vllm": ("grt/vllm/",),
 }
 
 Check = Callable[[str, str], list[str]]
@@ -236,7 +237,7 @@ WRONG: list[tuple[Check, str, str]] = [
     (check_direction, "grt/infer/generate.py", "from grt.data.tokenizer import Tokenizer"),
     (check_direction, "grt/train/loop.py", "from grt.infer.generate import generate"),
     (check_direction, "grt/hf/model.py", "from grt.data.tokenizer import Tokenizer"),
-    (check_direction, "grt/vllm/plugin.py", "from grt.hf.model import Model"),
+    (check_direction, "grt/vllm/plugin.py", "from grt.evals.loss import evaluate"),
     (check_direction, "grt/analysis/trace.py", "from grt.train.checkpoint import load"),
     (check_direction, "grt/bench/training.py", "from grt.analysis.trace import trace"),
     (check_direction, "grt/bench/training.py", "from grt.paper import table1"),
@@ -252,6 +253,7 @@ WRONG: list[tuple[Check, str, str]] = [
     (check_homes, "grt/analysis.py", "import matplotlib"),
     (check_homes, "grt/data/loader.py", "def f():\n    import datasets"),
     (check_homes, "grt/bench/training.py", "def f():\n    import transformers"),
+    (check_homes, "grt/bench/serve.py", "def f():\n    from vllm import LLM"),
     (check_homes, "grt/task_report.py", "from lm_eval.evaluator import evaluate"),
     (check_size, "grt/config.py", "x = 1\n" * 301),
     (check_size, "grt/config.py", '"""Long: because."""\n' + "x = 1\n" * 300),

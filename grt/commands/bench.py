@@ -156,6 +156,30 @@ class Speculative:
     """CPU threads; 0: as many as torch takes by itself."""
 
 
+@dataclass
+class Serve:
+    """Tokens per second in vLLM, GRT and dense in turn, many requests at once: a table, then one JSON line."""
+
+    size: Literal["nano", "small", "medium", "large"] = "small"
+    """GRT and dense of equal block executions."""
+    requests: int = 32
+    """Requests, all there from the start."""
+    prompt: int = 128
+    """Tokens of each prompt."""
+    new: int = 64
+    """Tokens to generate for each."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Of weights, caches and products."""
+    kv: Literal["full", "first:all"] = "full"
+    """How GRT's steps share keys and values."""
+    compile: Literal["on", "off"] = "on"
+    """Whether vLLM compiles the models."""
+    alternations: int = 5
+    """Turns of each that count; one more warms up."""
+    peers: list[Literal["dense", "gpt2"]] = field(default_factory=lambda: ["dense", "gpt2"])
+    """dense: our dense model in vLLM; gpt2: vLLM's own GPT-2."""
+
+
 def run_training(arguments: list[str]) -> None:
     command = parse(Training, arguments, "bench training")
     from grt.bench.training import bench_training, show
@@ -231,6 +255,17 @@ def run_speculative(arguments: list[str]) -> None:
     show(report)
 
 
+def run_serve(arguments: list[str]) -> None:
+    command = parse(Serve, arguments, "bench serve")
+    from grt.bench.serve import bench_serve, show
+
+    report = bench_serve(
+        command.size, requests=command.requests, prompt=command.prompt, new=command.new, dtype=command.dtype,
+        kv=command.kv, compiled=command.compile == "on", alternations=command.alternations, peers=command.peers,
+    )  # fmt: skip
+    show(report)
+
+
 def use_threads(threads: int) -> None:
     import torch
 
@@ -246,6 +281,7 @@ BENCHES: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "dial": (run_dial, "loss against time per token, by depth, of one trained model"),
     "halting": (run_halting, "loss, FLOPs and time of tokens that leave one by one, against fixed depths"),
     "speculative": (run_speculative, "time per token with drafts against plain decoding, of one trained model"),
+    "serve": (run_serve, "tokens per second in vLLM, against dense models there"),
 }
 
 

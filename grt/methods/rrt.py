@@ -51,6 +51,7 @@ class RRT(UpdateRule):
     """The factors of all steps and blocks are one parameter each, rule.A.* and rule.B.*: at any depth all are used."""
 
     extrapolates = False
+    adds_low_rank = True
     weights_depend_on = ("lora_rank", "lora_scale", "lora_targets")
 
     def __init__(self, config: ModelConfig) -> None:

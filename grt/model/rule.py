@@ -41,6 +41,7 @@ class UpdateRule(nn.Module):
     block: type[Block] = Block  # what prelude, core and coda are made of
     reads_out_often = False  # the loss reads out more than one state
     halts = True  # a token may leave after any step (grt/model/exit.py)
+    adds_low_rank = False  # to the blocks' linears (LoopContext.low_rank)
     learned_exit = False  # it has probabilities for that
     routing: str | None = None  # who goes on outside of training, where a router decides: threshold or topk
     weights_depend_on: tuple[str, ...] = ()  # fields of the config: under other values the weights mean something else
