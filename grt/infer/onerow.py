@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 # Inputs of a sum are computed once and stored: inlined, they would be computed again for every row of the matrix.
 OPTIONS: dict[str, Any] = {"realize_reads_threshold": 0, "realize_opcount_threshold": 0}
+# Kernels called from C++, without looking at every buffer's strides: a token is a hundred calls of a few microseconds.
+OPTIONS |= {"cpp_wrapper": True, "size_asserts": False}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

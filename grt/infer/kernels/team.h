@@ -33,7 +33,7 @@ struct Member {
     arrived.fetch_add(last - first, std::memory_order_acq_rel);
     int64_t everyone = ++rounds * size;
     for (int tries = 0; arrived.load(std::memory_order_acquire) < everyone; tries++) {
-      if (tries > 10'000)  // the others may be waiting for this thread's processor
+      if (tries > 1'000)  // the others may be waiting for this thread's processor
         std::this_thread::yield();
 #ifdef __x86_64__
       else
