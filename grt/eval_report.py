@@ -216,7 +216,10 @@ def show_accuracy(accuracy: dict[int, dict[str, float]]) -> None:
 
 def show_evaluation(report: dict[str, Any]) -> None:
     data = report["data"]
-    table = Table(title=f"{report['run']} at step {report['step']} on {data['path']} ({report['windows']} windows)")
+    kept = "" if report["weights"] == "fp32" else f", weights {report['weights']}"
+    table = Table(
+        title=f"{report['run']} at step {report['step']} on {data['path']} ({report['windows']} windows{kept})"
+    )
     for column in ("depth", "loss (nats)", "perplexity", "bits per byte", "MFLOPs per token"):
         table.add_column(column, justify="right")
     for k, row in report["depths"].items():

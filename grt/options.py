@@ -91,8 +91,13 @@ def one_sentence(box: str) -> str:
         return unknown(message.removeprefix("Unrecognized options: "), " ".join(parts[1:]))
     for pattern, sentence in SENTENCES.items():
         if found := re.fullmatch(pattern, message):
-            return sentence.format(*found.groups()).rstrip(".") + "."
+            return sentence.format(*(without_none(group) for group in found.groups())).rstrip(".") + "."
     return message + "."
+
+
+def without_none(choices: str) -> str:
+    """tyro counts the None of an option that may be left out among its choices, all in no order."""
+    return ", ".join(sorted(set(choices.split(", ")) - {"'None'"})) if "'None'" in choices else choices
 
 
 def missing(message: str) -> str:

@@ -219,6 +219,8 @@ def test_several_may_compile_at_once(monkeypatch, tmp_path):
         [library] = set(pool.map(lambda _: kernels.compiled(), range(3)))
     assert library.read_text() == "half and half" and os.listdir(library.parent) == [library.name]
     assert kernels.compiled() == library and len(calls.read_text()) == 3
+    library.write_text("half")  # a damaged one is made anew
+    assert kernels.compiled().read_text() == "half and half" and len(calls.read_text()) == 4
 
 
 def test_the_command_line_keeps_weights(monkeypatch, tmp_path, capsys):

@@ -184,6 +184,10 @@ def show(report: dict[str, Any]) -> None:
     """A table of each group for people, then the report as one JSON line."""
     console = Console(highlight=False, soft_wrap=True)
     how = "compiled" if report["compiled"] else "eager"
+    if report["weights"] != report["dtype"]:
+        how += f", weights {report['weights']}"
+    if report["kernels"]:
+        how += f" by kernels for {report['kernels']}"
     console.print(
         f"latency, {report['dtype']}, {how}, kv {report['kv']}, on {report['device']} ({report['threads']} threads), "
         f"which reads at most {report['roofline']['peak_gb_per_s']:.1f} GB/s"

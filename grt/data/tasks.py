@@ -97,7 +97,7 @@ class TaskData(Prepared):
 
 def open_task(source: str, tokenizer: str) -> TaskData:
     """The data of `task:p-hop:P` or `task:addition:N`. ConfigError for anything else, and for another tokenizer."""
-    match = re.fullmatch(r"task:(p-hop|addition):(\d{1,2})", source)
+    match = re.fullmatch(r"task:(p-hop|addition):([1-9]\d?)", source, re.ASCII)
     number = int(match[2]) if match else 0
     if match is None or number < (1 if match[1] == "p-hop" else 2):
         raise ConfigError(f"data.path is {source!r}: write task:p-hop:P (P hops) or task:addition:N (2 to N operands).")

@@ -6,11 +6,14 @@ GPU be captured as a graph, at one fixed depth.
 Shapes: B batch, T tokens, V vocabulary.
 """
 
+import shlex
+import shutil
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.cpp_extension import get_cxx_compiler
 
 from grt.config import ConfigError
 from grt.infer.onerow import OPTIONS, OneRow
@@ -121,6 +124,7 @@ class Decoder:
             )
         if self.cache.device.type == "cuda":
             return torch.compile(function, fullgraph=True, mode="reduce-overhead")  # a CUDA graph
+        require_compiler()
         if self.cache.batch > 1:
             return torch.compile(function, fullgraph=True)
 
@@ -136,3 +140,12 @@ class Decoder:
     def _last(self, ids: Tensor, ctx: LoopContext) -> Tensor:
         """Logits (B, V) of the last of ids (B, T)."""
         return self.model.logits(last_of(self.model.states(ids, ctx, self.steps)), ctx, last=True)[:, -1]
+
+
+def require_compiler() -> None:
+    """ConfigError where torch.compile would find no C++ compiler, which it needs on a CPU."""
+    compiler = get_cxx_compiler()
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        raise ConfigError(
+            f"compiling needs a C++ compiler, and there is no {compiler!r}: install one, or do not compile."
+        )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from grt.config import ConfigError
 from grt.infer import kernels
 from grt.infer.rowblock import FEW, RowBlock
 from grt.model.block import Block
@@ -114,8 +115,14 @@ def kept(weight: Tensor, weights: Weights, dtype: torch.dtype, fast: bool) -> Ke
 @torch.no_grad()
 def keep_weights(model: RecurrentDepthModel, weights: Weights | None, dtype: torch.dtype) -> RecurrentDepthModel:
     """A model of fp32, in place, for inference in `dtype`, its matrices in the precision that `weights` names (None: in
-    that of all the rest), multiplied on a CPU by our kernels. Its state dict has no matrices any more."""
+    that of all the rest), multiplied on a CPU by our kernels. Its state dict has no matrices any more, and it cannot
+    be cast or moved from there. ConfigError for a model or a dtype that is neither what it says here, nor bf16 or fp32.
+    """
     if weights is not None:
+        if {weight.dtype for weight in model.parameters()} != {torch.float32}:
+            raise ConfigError("weights are kept from those of a model of fp32: load it in fp32, then ask for others.")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"dtype is {dtype}: kept weights compute in fp32 or bf16, choose one.")
         fast = model.device.type == "cpu" and kernels.load()
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):

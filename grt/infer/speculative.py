@@ -1,5 +1,6 @@
 """Self-speculative decoding: a few steps of the core draft tokens one by one, then one pass takes all of them through
-the other steps at once and says which stand. The text is distributed as without drafts; greedily, it is the same.
+the other steps at once and says which stand. The text is distributed as without drafts; greedily, it is the same (in
+bf16 up to ties).
 
 The draft is the beginning of its own verification: a token's first k steps leave the state and the keys from which
 step k + 1 goes on (RecurrentDepthModel.resume). Only the draft's read-out, with its keys in the coda, is thrown away.

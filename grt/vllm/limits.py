@@ -11,6 +11,7 @@ from grt.model.recurrent import RecurrentDepthModel
 from grt.vllm.memory import modest_cache
 
 SHARING = ("full", "first:all")
+OVERRIDES = ("num_steps", "num_hidden_layers", "kv")  # what may differ from the exported config
 
 
 def without_weights(config: GRTConfig) -> RecurrentDepthModel:
@@ -25,6 +26,7 @@ class Limits(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
         config, given = model_config.hf_config, model_config.hf_overrides
+        given = given if isinstance(given, dict) else {}  # a function's result is in config
         method, steps = config.recurrent.method_name, config.num_steps
         model = without_weights(config)
         if not model.rule.halts:
@@ -36,8 +38,8 @@ class Limits(VerifyAndUpdateConfig):
             raise ConfigError(
                 "exit lets tokens leave one by one, and vLLM takes all tokens of a batch equally deep: give num_steps."
             )
-        if unknown := [name for name in given if not hasattr(GRTConfig(), name)]:
-            raise ConfigError(f"hf-overrides has {unknown[0]!r}, which no model has: give num_steps or kv.")
+        if others := [name for name in given if name not in OVERRIDES]:
+            raise ConfigError(f"hf-overrides has {others[0]!r}: give num_steps or kv, the rest is the trained model's.")
         if config.kv not in SHARING:
             raise ConfigError(f"kv is {config.kv!r}, and vLLM can share keys only as first:all: use that, or full.")
         if type(steps) is not int:

@@ -137,6 +137,7 @@ REFUSED = [
     ("mor-token", {}, {}, "mor-token has a router"),
     ("grt", {"exit": "kl:0.01"}, {}, "exit lets tokens leave one by one"),
     ("grt", {"kv": "mean"}, {}, "kv is 'mean', and vLLM can share keys only as first:all"),
+    ("grt", {"d_model": 32}, {}, "hf-overrides has 'd_model': give num_steps or kv"),
     ("grt", {"num_steps": -1}, {}, "depth is -1: give at least 1."),
     ("rrt", {"num_steps": 4}, {}, "depth 4 is beyond the 3 steps of rrt: choose at most 3."),
     ("rrt", {}, {"tensor_parallel_size": 2}, "rrt adds low-rank factors to linears"),

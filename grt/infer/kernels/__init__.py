@@ -16,6 +16,7 @@ import hashlib
 import os
 import platform
 import secrets
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,9 @@ def load() -> bool:
         torch.ops.load_library(compiled())
     except (OSError, subprocess.CalledProcessError) as error:
         told = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
-        why = told[0] if told else str(error)
+        why = (
+            told[0] if told else f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else error
+        )
         print(f"warning: no kernels for single rows ({why}): torch's, which are slower, stand in", file=sys.stderr)
         return False
     for name, shape in (("row_product", _of_product), ("rest_of_block", _of_block)):
@@ -53,24 +56,37 @@ def best() -> str | None:
 
 
 def compiled() -> Path:
-    """The library, made now unless the cache has it; several processes may make it at once, since it gets its name only
-    when it is whole. Raises OSError or CalledProcessError."""
+    """The library, made now unless the cache has it whole: its name tells the hash of what is in it. So several processes
+    may make it at once. Raises OSError or CalledProcessError."""
     compiler = cpp_extension.get_cxx_compiler()
-    command = [compiler, *FLAGS, *(f"-I{folder}" for folder in cpp_extension.include_paths()), str(SOURCES[0])]
+    command = [
+        *shlex.split(compiler),
+        *FLAGS,
+        *(f"-I{folder}" for folder in cpp_extension.include_paths()),
+        str(SOURCES[0]),
+    ]
     command += [*(f"-L{folder}" for folder in cpp_extension.library_paths()), "-ltorch_cpu"]
     key = hashlib.sha256("\n".join([torch.__version__, platform.machine(), *command]).encode())
     for source in SOURCES:
         key.update(source.read_bytes())
-    library = cache_folder() / "kernels" / f"kernels-{key.hexdigest()[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        temporary = library.with_name(f".{library.stem}.{secrets.token_hex(4)}.so")
-        try:
-            subprocess.run([*command, "-o", str(temporary)], check=True, capture_output=True, text=True)
-            os.replace(temporary, library)
-        finally:
-            temporary.unlink(missing_ok=True)
+    folder, name = cache_folder() / "kernels", f"kernels-{key.hexdigest()[:16]}"
+    for library in folder.glob(f"{name}-*.so"):
+        if library.name == f"{name}-{digest(library)}.so":
+            return library
+        library.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{name}.{secrets.token_hex(4)}.so"
+    try:
+        subprocess.run([*command, "-o", str(temporary)], check=True, capture_output=True, text=True)
+        library = folder / f"{name}-{digest(temporary)}.so"
+        os.replace(temporary, library)
+    finally:
+        temporary.unlink(missing_ok=True)
     return library
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 # Shapes of what they return, for the compiler

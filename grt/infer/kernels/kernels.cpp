@@ -75,6 +75,10 @@ Linear linear_of(const Tensor& weight, const MaybeTensor& scale, const MaybeTens
   STD_TORCH_CHECK(weight.stride(1) == 1, "a row's weights must lie one after the other");
   ScalarType type = weight.scalar_type();
   Format format = type == ScalarType::Char ? Format::int8 : type == ScalarType::BFloat16 ? Format::bf16 : Format::fp32;
+  STD_TORCH_CHECK(format != Format::fp32 || type == ScalarType::Float, "weights must be fp32, bf16 or int8");
+  STD_TORCH_CHECK(!scale || (scale->scalar_type() == ScalarType::Float && scale->numel() == weight.size(0)),
+                  "a scale must be fp32, one for each output");
+  STD_TORCH_CHECK(!bias || bias->numel() == weight.size(0), "a bias must be one number for each output");
   Linear linear{weight.data_ptr(), format, weight.size(0), weight.size(1), weight.stride(0), nullptr, std::nullopt};
   if (scale) linear.scale = static_cast<const float*>(numbers(*scale).at);
   if (bias) linear.bias = numbers(*bias);
@@ -109,10 +113,12 @@ Attention attention_of(const float* q, int64_t q_row, const Tensor& keys, const 
                        const MaybeTensor& visible, float* y) {
   bool is_bf16 = keys.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(keys.stride(3) == 1 && (is_bf16 || keys.scalar_type() == ScalarType::Float), "keys do not fit");
+  STD_TORCH_CHECK(values.scalar_type() == keys.scalar_type(), "keys are not as values");
   for (int64_t i = 0; i < 4; i++) STD_TORCH_CHECK(keys.stride(i) == values.stride(i), "keys are not as values");
   Attention a{keys.size(0), keys.size(1), keys.size(2), keys.size(3), q, q_row, keys.data_ptr(), values.data_ptr(),
               is_bf16, keys.stride(0), keys.stride(1), keys.stride(2), nullptr, 0, 0, y};
   if (visible) {
+    STD_TORCH_CHECK(visible->scalar_type() == ScalarType::Bool, "visible must be true or false");
     a.visible = static_cast<const bool*>(visible->data_ptr());
     a.visible_row = visible->stride(0), a.visible_token = visible->stride(1);
   }
@@ -128,6 +134,9 @@ Tensor rest_of_block(const Tensor& x, const Tensor& qkv, const Tensor& keys, con
   Linear out = linear_of(out_weight, out_scale, out_bias), up = linear_of(up_weight, up_scale, up_bias);
   Linear down = linear_of(down_weight, down_scale, down_bias);
   int64_t m = keys.size(0), d = out.n;
+  STD_TORCH_CHECK(x.numel() == m * d && qkv.numel() == m * 3 * d && up.k == d && down.n == d && down.k == up.n &&
+                      out.k == d && keys.size(1) * keys.size(3) == d,
+                  "the parts of a block do not fit");
   std::vector<float> given = widened(x), q = widened(qkv), mixed(m * d), part(m * d), wide(m * up.n);
   Tensor y = new_like(x, d);
   Rest rest{given.data(), attention_of(q.data(), qkv.size(-1), keys, values, visible, mixed.data()), out,
