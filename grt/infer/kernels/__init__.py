@@ -56,8 +56,8 @@ def best() -> str | None:
 
 
 def compiled() -> Path:
-    """The library, made now unless the cache has it whole: its name tells the hash of what is in it. So several processes
-    may make it at once. Raises OSError or CalledProcessError."""
+    """The library, made now unless the cache has it whole: its name tells the hash of what is in it. So several
+    processes may make it at once. Raises OSError or CalledProcessError."""
     compiler = cpp_extension.get_cxx_compiler()
     command = [
         *shlex.split(compiler),
