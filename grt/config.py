@@ -13,6 +13,8 @@ from typing import Literal
 
 from grt.fields import ConfigError, at_least, finite, from_dict, identity, operational, to_dict
 
+Weights = Literal["fp32", "bf16", "int8"]  # what inference may keep matrices in (grt/infer/quantize.py)
+
 VERSION = "0.1.0"
 
 

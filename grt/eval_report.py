@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from grt.config import ConfigError, RunConfig
+from grt.config import ConfigError, RunConfig, Weights
 from grt.data.documents import DocumentSplit
 from grt.data.loader import Split, bigram_entropy
 from grt.data.prepare import open_source
@@ -25,7 +25,7 @@ from grt.evals.cloze import cloze_accuracy, dump_items, make_items
 from grt.evals.loss import Evaluation, evaluate
 from grt.evals.sharing import sharing_loss
 from grt.exits import NOBODY, Wanted, evaluated_exit, find_exit, show_exit
-from grt.infer.quantize import Weights, keep_weights
+from grt.infer.quantize import keep_weights
 from grt.model import cost
 from grt.model.cache import KVCache
 from grt.model.exit import Exit

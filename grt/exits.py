@@ -69,7 +69,7 @@ def kept_threshold(run: Path, name: str) -> float:
     if kept["step"] != step:
         warnings.warn(
             f"the threshold of exit {name} was found at step {kept['step']}, this is step {step}: calibrate it again",
-            stacklevel=6,
+            stacklevel=2,
         )
     return kept["threshold"]
 

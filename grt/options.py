@@ -15,7 +15,6 @@ from grt.presets import PRESETS, preset
 
 T = TypeVar("T")
 Device = Literal["auto", "cpu", "cuda", "mps"]
-Weights = Literal["fp32", "bf16", "int8"]
 Run = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
 # What tyro says (first part of its box) -> what we say; the groups of the pattern fill the sentence.
@@ -26,7 +25,7 @@ SENTENCES = {
     r"Error parsing (-\S+): no type matching .*INT could .*from \[(.*)\]": "{0} is {1}: give a whole number",
     r"Error parsing [\w.]+: (.*)": "{0}",
     r"invalid choice '(fp16|float16)' for argument '(.*)'\..*": "{1} {0} is not supported: choose bf16 or fp32",
-    r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)": "{1} is {0}: choose one of {2}",
+    r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*?),?\)": "{1} is {0}: choose one of {2}",
     r"Missing value for argument '(.*)'\. Expected .*": "{0} has no value: give one (as {0}=VALUE if it begins with -)",
 }
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from grt.config import ConfigError, Layout, RunConfig, config_hash, load
+from grt.config import ConfigError, Layout, RunConfig, Weights, config_hash, load
 from grt.data.tokenizer import get_tokenizer
 from grt.eval_report import evaluation_report, show_evaluation
 from grt.exits import NOBODY, Wanted, find_exit
 from grt.infer.generate import Stream
-from grt.infer.quantize import Weights, keep_weights
+from grt.infer.quantize import keep_weights
 from grt.infer.sampling import Sampling
 from grt.infer.speculative import Draft, SpeculativeStream
 from grt.infer.text import TextStream

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from grt.bench.peers import transformers_generate
-from grt.config import ModelConfig
+from grt.config import ModelConfig, Weights
 from grt.infer.decoder import Decoder
-from grt.infer.quantize import Weights, keep_weights
+from grt.infer.quantize import keep_weights
 from grt.methods import build_model
 from grt.model.context import LoopContext
 from grt.model.precision import cpu_name, dtype_name

@@ -4,8 +4,8 @@
 seems to have been made: no cache; each token costs a forward pass over the last `context` tokens.
 
 Contestants are GRT isoFLOP, dense of equal block executions and, with a cache, transformers' GPT-2 on the weights of
-that dense model. Weights are random, in bf16 or fp32 throughout, or ours kept apart (`weights`, grt/infer/quantize.py).
-They take turns in one process; ratios are taken
+that dense model. Weights are random, in bf16 or fp32 throughout, or ours kept apart (`weights`,
+grt/infer/quantize.py). They take turns in one process; ratios are taken
 within each turn and their median reported. ms_per_token is the time of a decoding step, which makes one token of each
 row: everything behind the first new token, which is prefill_ms. The roofline is of what such a step has to read
 (cost.decode_bytes at the mean length of the decoding), against the speed at which this machine reads a long tensor.
@@ -37,11 +37,10 @@ from grt.bench.decoding import (
     on,
     warm_up,
 )
-from grt.config import ConfigError, ModelConfig, at_least
+from grt.config import ConfigError, ModelConfig, Weights, at_least
 from grt.infer import kernels
-from grt.infer.quantize import Weights
 from grt.model import cost
-from grt.model.precision import resolve_device
+from grt.model.precision import DTYPES, resolve_device
 from grt.model.recurrent import RecurrentDepthModel
 from grt.model.sharing import parse_strategy
 from grt.presets import preset
@@ -112,7 +111,7 @@ def bench_latency(
     at_least("--alternations", alternations, 1)
     at_least("--batch", min(batches), 1)
     batches = list(dict.fromkeys(batches))
-    where, precision = resolve_device(device), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    where, precision = resolve_device(device), DTYPES[dtype]
     notes: list[str] = []
     planned = plan(sizes, protocols, batches, prompt, new, kv, compiled, where.type == "cpu", notes)
     report = empty_report("latency", where, precision)

@@ -24,6 +24,7 @@ from grt.bench.latency import pair_of
 from grt.config import ConfigError, ModelConfig, at_least
 from grt.methods import build_model
 from grt.model import cost
+from grt.model.precision import DTYPES
 
 if TYPE_CHECKING:
     from grt.vllm.engine import Engine
@@ -76,7 +77,7 @@ def bench_serve(
         for name, document in contestants(configs, kv, peers).items()
     }
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = empty_report("serve", device, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    report = empty_report("serve", device, DTYPES[dtype])
     report |= {"size": size, "requests": requests, "prompt": prompt, "new": new, "kv": kv, "compiled": compiled}
     prompts = [prompts_of(turn, requests, prompt, configs[0].vocab_size) for turn in range(1 + alternations)]
     seconds = alternate(engines, prompts, new)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from grt.config import ConfigError, at_least
-from grt.options import Device, Run, Weights, parse
+from grt.config import ConfigError, Weights, at_least
+from grt.options import Device, Run, parse
 from grt.presets import preset
 
 

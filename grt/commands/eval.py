@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from grt.config import ConfigError
-from grt.options import Device, Run, Weights, parse
+from grt.config import ConfigError, Weights
+from grt.options import Device, Run, parse
 
 # Options that mean nothing beside --tasks, and those that mean nothing without it.
 OF_THE_LOSS = ("data", "windows", "routing", "cloze", "weights")

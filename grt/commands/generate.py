@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from grt.config import ConfigError
-from grt.options import Device, Run, Weights, parse
+from grt.config import ConfigError, Weights
+from grt.options import Device, Run, parse
 
 
 @dataclass

@@ -108,6 +108,9 @@ def run_run(arguments: list[str]) -> int:
         if command.threads:
             configs = [change(config, train={"threads": command.threads}) for config in configs]
         return train_only(configs, command.only, results, runs, seconds)
+    if not configs:
+        print(f"{command.name} has no runs at scale {command.scale}: nothing to train.")
+        return 0
     return Engine(configs, results, runs, command.jobs, command.threads or cores()).run(seconds)
 
 

@@ -126,6 +126,8 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
             for name in OPTIONS:
                 if options[name] is not None:
                     setattr(self.config, name, options[name])
+            if not isinstance(self.config.num_steps, int):
+                raise ConfigError(f"num_steps is {self.config.num_steps!r}: give a whole number.")
             self.loop.check_depth(self.config.num_steps, least=1)
             self.exit = self._asked_exit(*(options[name] for name in EXIT))
             yield
@@ -135,6 +137,11 @@ class GRTForCausalLM(GRTPreTrainedModel, GenerationMixin):
                 setattr(self.config, name, value)
 
     def _asked_exit(self, text: str | None, threshold: float | None, budget: float | None) -> Exit | None:
+        if not isinstance(text, str | None):
+            raise ConfigError(f"exit is {text!r}: give a policy as text, as in 'kl:0.01'.")
+        for name, value in (("threshold", threshold), ("budget", budget)):
+            if not isinstance(value, int | float | None):
+                raise ConfigError(f"{name} is {value!r}: give a number.")
         exit = asked_exit(self.loop, text, threshold, budget, self.config.num_steps)
         if exit is not None and not self.config.tie_word_embeddings:
             raise ConfigError("exit reads out by the embedding, and this model has a head of its own: leave exit out.")

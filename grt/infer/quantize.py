@@ -12,19 +12,18 @@ Shapes: n outputs, k inputs of a matrix.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grt.config import ConfigError
+from grt.config import ConfigError, Weights
 from grt.infer import kernels
 from grt.infer.rowblock import FEW, RowBlock
 from grt.model.block import Block
+from grt.model.precision import DTYPES
 from grt.model.recurrent import RecurrentDepthModel
-
-Weights = Literal["fp32", "bf16", "int8"]
 
 
 class Kept:
@@ -106,7 +105,7 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Tensor]] = {F.linear: linear,
 def kept(weight: Tensor, weights: Weights, dtype: torch.dtype, fast: bool) -> Kept:
     """A matrix (..., n, k) of fp32 as `weights` keeps it."""
     if weights != "int8":
-        return Kept(weight.to({"fp32": torch.float32, "bf16": torch.bfloat16}[weights]), None, dtype, fast)
+        return Kept(weight.to(DTYPES[weights]), None, dtype, fast)
     scale = weight.abs().amax(-1) / 127
     values = (weight / scale.clamp_min(torch.finfo(scale.dtype).tiny)[..., None]).round().to(torch.int8)
     return Kept(values, scale, dtype, fast)
@@ -121,7 +120,7 @@ def keep_weights(model: RecurrentDepthModel, weights: Weights | None, dtype: tor
     if weights is not None:
         if {weight.dtype for weight in model.parameters()} != {torch.float32}:
             raise ConfigError("weights are kept from those of a model of fp32: load it in fp32, then ask for others.")
-        if dtype not in (torch.float32, torch.bfloat16):
+        if dtype not in DTYPES.values():
             raise ConfigError(f"dtype is {dtype}: kept weights compute in fp32 or bf16, choose one.")
         fast = model.device.type == "cpu" and kernels.load()
         for module in model.modules():

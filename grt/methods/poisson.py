@@ -91,9 +91,8 @@ class Poisson(UpdateRule):
         return self.table[1]
 
     def read(self, h: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        return anchored("adapter", self.adapter, h, ctx).to(
-            h.dtype
-        )  # the core's residual stream is as precise as the state
+        u = anchored("adapter", self.adapter, h, ctx)
+        return u.to(h.dtype)  # the core's residual stream is as precise as the state
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
         return self.norm(o)

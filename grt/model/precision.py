@@ -22,6 +22,9 @@ CUDA_PEAKS = {
 }
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
 def resolve_device(name: str) -> torch.device:
     """The device that `auto`, cpu, cuda or mps stands for here (ConfigError where it is missing)."""
     if name == "auto":
@@ -38,11 +41,11 @@ def resolve_dtype(name: str, device: torch.device, width: int) -> torch.dtype:
     if name == "auto" and device.type == "cpu":
         speeds = {dtype: matmul_speed(device, dtype, width) for dtype in (torch.float32, torch.bfloat16)}
         return max(speeds, key=lambda dtype: speeds[dtype])
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "auto": torch.bfloat16}[name]
+    return DTYPES["bf16" if name == "auto" else name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return next(name for name, own in DTYPES.items() if own == dtype)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:

@@ -80,7 +80,9 @@ def copied(task: str) -> float:
 
 def accuracy_table(label: str, task: str, results: Results) -> Table:
     depths = range(7)
-    body = [["the letter itself", *[""] * len(depths), f"{copied(task):.3f}", "", ""]] if "p-hop" in task else []
+    body: list[Sequence[str]] = []
+    if "p-hop" in task:
+        body.append(["the letter itself", *[""] * len(depths), f"{copied(task):.3f}", "", ""])
     for name in ROWS:
         runs = list(results.by_seed(config(name, task)).values())
         if not runs:

@@ -38,16 +38,18 @@ def load() -> bool:
     """Whether the kernels are there; where they cannot be compiled, a line on stderr says once that they are not."""
     try:
         torch.ops.load_library(compiled())
-    except (OSError, subprocess.CalledProcessError) as error:
-        told = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
-        why = (
-            told[0] if told else f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else error
-        )
-        print(f"warning: no kernels for single rows ({why}): torch's, which are slower, stand in", file=sys.stderr)
-        return False
+    except subprocess.CalledProcessError as error:
+        return _without(next(iter(error.stderr.strip().splitlines()), f"{error.cmd[0]} failed"))
+    except OSError as error:
+        return _without(str(error))
     for name, shape in (("row_product", _of_product), ("rest_of_block", _of_block)):
         torch.library.register_fake(f"grt::{name}", shape)
     return True
+
+
+def _without(why: str) -> bool:
+    print(f"warning: no kernels for single rows ({why}): torch's, which are slower, stand in", file=sys.stderr)
+    return False
 
 
 def best() -> str | None:

@@ -1,6 +1,6 @@
 // Number formats, and what kernels.cpp does with vectors of them, for each instruction set: each namespace has WIDTH,
-// Floats and Ints (so many of them), every, load, add_products and total, and the loops of loops.h made of these. TARGET is the
-// attribute that lets a function use the instructions.
+// Floats and Ints (so many of them), every, load, add_products and total, and the loops of loops.h made of these. TARGET
+// is the attribute that lets a function use the instructions.
 #pragma once
 
 #include <algorithm>
