@@ -592,6 +592,8 @@ WRONG = [
     (["train", "--config"], "name a preset"),
     (["train", "grt-nanoo", "--out", "{new}"], "unknown preset 'grt-nanoo': did you mean grt-nano?"),
     (["train", "grt-nano"], "missing: --out PATH"),
+    (["generate", "x", "--weights", "int4"], "--weights is 'int4': choose one of 'bf16', 'fp32', 'int8'."),
+    (["import", "llama", "x", "--out", "{new}"], "kind is 'llama': choose one of 'gpt2'."),
     (["train", "grt-nano", "--out"], "--out has no value"),
     (["train", "grt-nano", "--out", "{new}", "--steps", "3"], "unknown option --steps: did you mean --train.steps?"),
     (["train", "grt-nano", "--out", "{new}", "--optim.Ir=3"], "unknown option --optim.Ir: did you mean --optim.lr?"),

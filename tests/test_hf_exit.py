@@ -137,6 +137,9 @@ def test_the_last_step_alone_is_all_steps(make):
     [
         ({"exit": "kll:1"}, "exit is 'kll:1'|exit is 'kll': did you mean kl"),
         ({"exit": "kl"}, "exit kl has no threshold: give one as kl:NUMBER"),
+        ({"exit": 3}, "exit is 3: give a policy as text"),
+        ({"exit": "kl", "threshold": "a"}, "threshold is 'a': give a number"),
+        ({"num_steps": 2.5}, "num_steps is 2.5: give a whole number"),
         ({"threshold": 0.5}, "threshold is 0.5, of no policy: give exit as well"),
         ({"exit": "kl:1", "threshold": 0.5}, "exit kl:1 has a threshold already: leave threshold out"),
         ({"exit": "q:0.5"}, "exit q needs the exit probabilities of ouro, grt has none"),

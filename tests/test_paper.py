@@ -195,6 +195,13 @@ def test_a_file_that_is_no_experiment(capsys, tmp_path, source, says):
     assert says in refused(capsys, "run", tmp_path / "sweep.py", "--results", tmp_path, "--runs", tmp_path)
 
 
+def test_a_file_without_runs_says_so(capsys, tmp_path):
+    file = tmp_path / "sweep.py"
+    file.write_text("RUNS = lambda scale, seeds: []\n")
+    assert cli.main(["paper", "run", str(file), "--results", str(tmp_path), "--runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{file} has no runs at scale nano: nothing to train.\n"
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "", "two\nlines", "x" * 65])
 def test_a_run_whose_name_is_no_folder(capsys, tmp_path, name):
     """It would be trained, and never found."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from grt import cli
 from grt.bench import latency
-from grt.config import ModelConfig
+from grt.config import ConfigError, ModelConfig
 from grt.infer import kernels
 from grt.infer.decoder import Decoder
 from grt.infer.generate import Stream, generate
@@ -205,6 +205,33 @@ def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path, capsys, comp
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_compiled_decoding_without_a_compiler_is_one_clear_sentence(tiny, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="a C\\+\\+ compiler, .*'no-such-compiler'"):
+        Decoder(tiny(dtype=torch.float32), [[1]], 2, compiled=True)
+
+
+def test_kernels_refuse_what_they_cannot_read(ops):
+    x, W, scale = torch.ones(1, 4), torch.ones(4, 4, dtype=torch.int8), torch.ones(4)
+    assert ops.row_product(x, W, scale, scale).tolist() == [[5.0] * 4]
+    for weight, its_scale, bias, message in (
+        (W, scale.bfloat16(), None, "a scale must be fp32"),
+        (W, scale[:1], None, "one for each output"),
+        (W, scale, scale[:1], "a bias must be one number for each output"),
+        (W.half(), None, None, "weights must be fp32, bf16 or int8"),
+        (W.int(), None, None, "weights must be fp32, bf16 or int8"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.row_product(x, weight, its_scale, bias)
+
+
+def test_weights_are_kept_from_a_model_of_fp32(tiny):
+    with pytest.raises(ConfigError, match="load it in fp32"):
+        keep_weights(tiny(dtype=torch.bfloat16), "int8", torch.bfloat16)
+    with pytest.raises(ConfigError, match="dtype is torch.float64: kept weights compute in fp32 or bf16"):
+        keep_weights(tiny(dtype=torch.float32), "int8", torch.float64)
+
+
 def test_several_may_compile_at_once(monkeypatch, tmp_path):
     """A library has its name only when it is whole, and is made once for those who come later."""
     compiler, calls = tmp_path / "c++", tmp_path / "calls"
@@ -212,8 +239,7 @@ def test_several_may_compile_at_once(monkeypatch, tmp_path):
         '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf "half" > "$2"\nsleep 0.3\n'
         f'printf " and half" >> "$2"\necho >> {calls}\n'
     )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CXX", f"sh {compiler}")  # of several words, as "ccache g++"
     monkeypatch.setenv("GRT_CACHE", str(tmp_path / "cache"))
     with ThreadPoolExecutor(3) as pool:
         [library] = set(pool.map(lambda _: kernels.compiled(), range(3)))

@@ -8,7 +8,7 @@ import pytest
 from grt.config import config_hash, load
 from grt.paper import learning_rates
 from grt.paper.experiment import EXPERIMENTS, experiments
-from grt.paper.recipes import NANO_FACTOR, SEEDS, nano
+from grt.paper.recipes import NANO_FACTOR, NANO_GATE_BIAS, SEEDS, nano
 from grt.paper.results import Results
 from grt.presets import change, preset
 
@@ -53,10 +53,15 @@ def test_a_table_of_the_nano_study_is_built_from_its_runs(name, tmp_path):
 
 
 def test_the_recipe_has_the_rates_that_the_sweep_chose():
-    """Where a method's sweep is finished: the factor in recipes.py has the smallest loss."""
+    """Where a method's sweep is finished, the factor in recipes.py has the smallest loss; so has GRT's gate bias."""
     results = Results(ROOT / "results", "nano", SEEDS[:1])
     for name in learning_rates.ROWS:
-        losses = {f: results.losses(nano(name, f, -2.0)) for f in learning_rates.FACTORS}
+        losses = {f: results.losses(nano(name, f)) for f in learning_rates.FACTORS}
         if all(losses.values()):
             best = min(losses, key=lambda factor: losses[factor][SEEDS[0]])
             assert NANO_FACTOR.get(name, 1.0) == best, name
+    biases = {
+        bias: results.losses(nano("grt", learning_rates.BIAS_FACTOR, bias))[SEEDS[0]]
+        for bias in learning_rates.GATE_BIASES
+    }
+    assert min(biases, key=lambda bias: biases[bias]) == NANO_GATE_BIAS

@@ -94,7 +94,9 @@ def test_splits_are_functions_of_their_name():
     assert train.sha256 != val.sha256 != open_task("task:p-hop:4").split("val").sha256
 
 
-@pytest.mark.parametrize("source", ["task:p-hop", "task:p-hop:0", "task:addition:1", "task:sort:3"])
+@pytest.mark.parametrize(
+    "source", ["task:p-hop", "task:p-hop:0", "task:p-hop:03", "task:p-hop:\u0663", "task:addition:1", "task:sort:3"]
+)
 def test_other_tasks_are_refused(source):
     with pytest.raises(ConfigError, match=r"data.path is .*write task:p-hop:P"):
         open_task(source)

@@ -16,10 +16,10 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 METHODS = ("mor", "poisson", "ouro", "rrt", "grt")  # the order of tab:main
 SEEDS = (1337, 42, 123)  # tab:seeds
 
-NANO_LR = 2e-3  # the middle of the sweep
+NANO_LR = 4e-3  # the middle of the sweep
 # What the sweep chose, method -> factor of NANO_LR; other layouts and rows of the ladder take their method's.
 NANO_FACTOR: dict[str, float] = {}
-NANO_GATE_BIAS = -2.0  # likewise
+NANO_GATE_BIAS = 4.0  # likewise
 UNIQUE = "3L"  # dense, as many unique blocks as 1+1x6+1
 
 
