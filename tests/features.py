@@ -78,6 +78,9 @@ FEATURES: dict[str, dict[str, Cell]] = {
         "vllm": yes("test_server::test_8_side_by_side"),
     },
     "beams": {"transformers": yes("test_hf_generate::test_beams_with_a_cache_are_beams_without")},
+    "matrices kept in bf16 or int8": {
+        "grt": Cell("`--weights`", "test_quantize::test_every_method_computes_with_what_is_kept"),
+    },
     "compiled decoding": {
         "grt": yes("test_stream::test_compiled_text_is_the_same"),
         "vllm": yes("test_greedy::test_compiled_at_two_depths"),

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_model import build_tiny
 
 from grt.config import ConfigError, RunConfig, config_hash
 from grt.data.loader import batch, n_windows, windows

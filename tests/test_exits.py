@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import build_tiny
 from tiny import finish, quick, tiny, write_text
+from tiny_model import build_tiny
 
 from grt import cli
 from grt.bench.halting import against_fixed, bench_halting, bootstrap, measured

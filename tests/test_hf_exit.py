@@ -23,7 +23,7 @@ N = 8
 @pytest.fixture(scope="module")
 def make():
     """A model whose tokens leave after different steps, by method; each made once."""
-    from conftest import build_tiny
+    from tiny_model import build_tiny
 
     made = {}
 
