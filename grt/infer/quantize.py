@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from grt.config import ConfigError, Weights
 from grt.infer import kernels
-from grt.infer.rowblock import FEW, RowBlock
+from grt.infer.rowblock import FEW, RowBlock, RowGate
+from grt.methods.grt import Gate
 from grt.model.block import Block
 from grt.model.precision import DTYPES
 from grt.model.recurrent import RecurrentDepthModel
@@ -132,4 +133,7 @@ def keep_weights(model: RecurrentDepthModel, weights: Weights | None, dtype: tor
             for i, block in enumerate(stack if fast else ()):
                 if type(block) is Block:  # others have further parts
                     stack[i] = RowBlock(block)
+        gate = getattr(model.rule, "gate", None)
+        if fast and type(gate) is Gate:
+            model.rule.gate = RowGate(gate)
     return model.to(dtype)

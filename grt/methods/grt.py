@@ -52,16 +52,20 @@ class Reinjection(UpdateRule):
 
 
 class Gate(nn.Module):
-    """f_g: Linear 2d -> d, SiLU, Linear d -> d; `up` has columns [LN(h) | LN(h_pre)]."""
+    """f_g: Linear 2d -> d, SiLU, Linear d -> d; `up` has columns [LN(h) | LN(h_pre)], split into halves as the
+    projection is."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
         self.up = nn.Linear(2 * d, d)
         self.down = nn.Linear(d, d)
 
+    def forward(self, h: Tensor, norm: nn.LayerNorm, ctx: LoopContext) -> Tensor:  # (B, T, d) -> (B, T, d)
+        return self.down(F.silu(anchored("gate", self.up, norm(h), ctx)))
+
 
 class GRT(Reinjection):
-    """The gated update. The gate's first layer is split into halves as the projection is."""
+    """The gated update."""
 
     weights_depend_on = ("gate_temperature",)
 
@@ -80,7 +84,7 @@ class GRT(Reinjection):
         return super().start(h_pre, ctx)
 
     def write(self, h: Tensor, o: Tensor, h_pre: Tensor, ctx: LoopContext) -> Tensor:
-        a = self.gate.down(F.silu(anchored("gate", self.gate.up, self.ln_state(h), ctx)))
+        a = self.gate(h, self.ln_state, ctx)
         a = a.to(h.dtype) if self.tau == 1 else a.to(h.dtype) / self.tau  # a division by one still reads all of a
         a = noisy(a, self.sigma_g, "gate_noise", ctx) if self.training else a
         g = ctx.tap("gate", torch.sigmoid(a))  # eq:gate

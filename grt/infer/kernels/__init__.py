@@ -3,8 +3,8 @@
 `torch.ops.grt.row_product(x, weight, scale, bias)` is y = (x W^T) * scale + bias for x (..., k), contiguous, in fp32 or
 bf16, which is y's dtype too; weight (n, k) in fp32, bf16 or int8, at any distance from row to row; scale (n,) in fp32
 and bias (n,) in fp32 or bf16, or None. With gain and shift (k,) and eps, LayerNorm(x) is what is multiplied.
-`rest_of_block` is what a block does after its keys and values went into the cache. Sums are in fp32. `path` is an index
-into torch.ops.grt.paths(), the instruction sets that this CPU has, the fastest first.
+`rest_of_block` is what a block does after its keys and values went into the cache, `gate` is GRT's f_g. Sums are in
+fp32. `path` is an index into torch.ops.grt.paths(), the instruction sets that this CPU has, the fastest first.
 
 With int8, x is rounded to steps of s = max |x| / 32767 of its row (larger beyond k = 4,064, where 32 bits would not
 hold the sums), so that y is off by at most s / 2 * sum |W|; the sums of integers are exact, and every path and number
@@ -39,10 +39,11 @@ def load() -> bool:
     try:
         torch.ops.load_library(compiled())
     except subprocess.CalledProcessError as error:
-        return _without(next(iter(error.stderr.strip().splitlines()), f"{error.cmd[0]} failed"))
+        lines = error.stderr.strip().splitlines()
+        return _without(next((line for line in lines if "error" in line), f"{error.cmd[0]} failed"))
     except OSError as error:
         return _without(str(error))
-    for name, shape in (("row_product", _of_product), ("rest_of_block", _of_block)):
+    for name, shape in (("row_product", _of_product), ("rest_of_block", _like_x), ("gate", _like_x)):
         torch.library.register_fake(f"grt::{name}", shape)
     return True
 
@@ -98,5 +99,5 @@ def _of_product(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _of_block(x: Tensor, *_: object, **__: object) -> Tensor:
+def _like_x(x: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(x)

@@ -1,7 +1,8 @@
 // The parts of decoding a token that read weights, for a few rows x:
 //
 //     row_product    y = x W^T * scale + bias, W in fp32, bf16 or int8
-//     norm_product   the same of LayerNorm(x)
+//                    the same of LayerNorm(x)
+//     gate           y = down(silu(up(LayerNorm(x)) + anchor))
 //     rest_of_block  h = x + out(attention(q, keys, values)),  y = h + down(gelu(up(LayerNorm(h))))
 //
 // With so few rows the time is that of reading W. So it is asked for ahead of its use, four of its rows are summed at
@@ -33,10 +34,11 @@ namespace {
 struct Path {
   const char* name;
   void (*product)(const Product&, Member&);
+  void (*gate)(const Gate&, Member&);
   void (*rest_of_block)(const Rest&, Member&);
 };
 
-#define PATH(name) {#name, name::product, name::rest_of_block}
+#define PATH(name) {#name, name::product, name::gate, name::rest_of_block}
 
 // What this CPU can run, the fastest first.
 const std::vector<Path>& paths() {
@@ -66,8 +68,10 @@ Numbers numbers(const Tensor& t) {
 
 std::vector<float> widened(const Tensor& x) {
   Numbers given = numbers(x);
-  std::vector<float> values(x.numel());
-  for (size_t i = 0; i < values.size(); i++) values[i] = given[i];
+  int64_t n = x.numel();
+  if (!given.is_bf16) return {static_cast<float*>(given.at), static_cast<float*>(given.at) + n};
+  std::vector<float> values(n);
+  for (int64_t i = 0; i < n; i++) values[i] = widen(static_cast<bf16*>(given.at)[i]);
   return values;
 }
 
@@ -76,6 +80,7 @@ Linear linear_of(const Tensor& weight, const MaybeTensor& scale, const MaybeTens
   ScalarType type = weight.scalar_type();
   Format format = type == ScalarType::Char ? Format::int8 : type == ScalarType::BFloat16 ? Format::bf16 : Format::fp32;
   STD_TORCH_CHECK(format != Format::fp32 || type == ScalarType::Float, "weights must be fp32, bf16 or int8");
+  STD_TORCH_CHECK(format != Format::int8 || weight.size(1) <= 1 << 16, "rows of int8 must not be longer than 65,536");
   STD_TORCH_CHECK(!scale || (scale->scalar_type() == ScalarType::Float && scale->numel() == weight.size(0)),
                   "a scale must be fp32, one for each output");
   STD_TORCH_CHECK(!bias || bias->numel() == weight.size(0), "a bias must be one number for each output");
@@ -85,8 +90,9 @@ Linear linear_of(const Tensor& weight, const MaybeTensor& scale, const MaybeTens
   return linear;
 }
 
-Norm norm_of(const Tensor& gain, const Tensor& shift, double eps) {
-  return {widened(gain), widened(shift), static_cast<float>(eps)};
+Norm norm_of(const Tensor& gain, const Tensor& shift, double eps, int64_t k) {
+  STD_TORCH_CHECK(gain.numel() == k && shift.numel() == k, "a norm must have one gain and one shift for each input");
+  return {numbers(gain), numbers(shift), static_cast<float>(eps)};
 }
 
 Tensor new_like(const Tensor& x, int64_t width) {
@@ -102,9 +108,23 @@ Tensor row_product(const Tensor& x, const Tensor& weight, const MaybeTensor& sca
   std::vector<float> wide = widened(x);
   Tensor y = new_like(x, linear.n);
   Product p{linear, std::nullopt, wide.data(), x.numel() / linear.k, numbers(y)};
-  if (gain && shift) p.norm = norm_of(*gain, *shift, eps);
+  if (gain && shift) p.norm = norm_of(*gain, *shift, eps, linear.k);
   const Path& chosen = paths().at(path);
   together(linear.n * linear.k / ALONE, [&](Member& me) { chosen.product(p, me); });
+  return y;
+}
+
+Tensor gate(const Tensor& x, const Tensor& gain, const Tensor& shift, double eps, const Tensor& up_weight,
+            const MaybeTensor& up_scale, const Tensor& anchor, const Tensor& down_weight,
+            const MaybeTensor& down_scale, const MaybeTensor& down_bias, int64_t path) {
+  Linear up = linear_of(up_weight, up_scale, std::nullopt), down = linear_of(down_weight, down_scale, down_bias);
+  int64_t d = up.k, m = x.numel() / d;
+  STD_TORCH_CHECK(x.size(-1) == d && down.k == up.n && anchor.numel() == m * up.n, "the parts of a gate do not fit");
+  std::vector<float> wide = widened(x), inner(m * up.n);
+  Tensor y = new_like(x, down.n);
+  Gate parts{wide.data(), m, norm_of(gain, shift, eps, d), up, numbers(anchor), down, inner.data(), numbers(y)};
+  const Path& chosen = paths().at(path);
+  together(up.n * d / ALONE, [&](Member& me) { chosen.gate(parts, me); });
   return y;
 }
 
@@ -140,7 +160,7 @@ Tensor rest_of_block(const Tensor& x, const Tensor& qkv, const Tensor& keys, con
   std::vector<float> given = widened(x), q = widened(qkv), mixed(m * d), part(m * d), wide(m * up.n);
   Tensor y = new_like(x, d);
   Rest rest{given.data(), attention_of(q.data(), qkv.size(-1), keys, values, visible, mixed.data()), out,
-            norm_of(gain, shift, eps), up, down, part.data(), wide.data(), numbers(y)};
+            norm_of(gain, shift, eps, d), up, down, part.data(), wide.data(), numbers(y)};
   const Path& chosen = paths().at(path);
   together(up.n * d / ALONE, [&](Member& me) { chosen.rest_of_block(rest, me); });
   return y;
@@ -153,6 +173,9 @@ STABLE_TORCH_LIBRARY(grt, m) {
       "row_product(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, Tensor? gain=None, Tensor? shift=None, "
       "float eps=0, int path=0) -> Tensor");
   m.def(
+      "gate(Tensor x, Tensor gain, Tensor shift, float eps, Tensor up, Tensor? up_scale, Tensor anchor, Tensor down, "
+      "Tensor? down_scale, Tensor? down_bias, int path=0) -> Tensor");
+  m.def(
       "rest_of_block(Tensor x, Tensor qkv, Tensor keys, Tensor values, Tensor? visible, Tensor out, Tensor? out_scale, "
       "Tensor? out_bias, Tensor gain, Tensor shift, float eps, Tensor up, Tensor? up_scale, Tensor? up_bias, "
       "Tensor down, Tensor? down_scale, Tensor? down_bias, int path=0) -> Tensor");
@@ -161,6 +184,7 @@ STABLE_TORCH_LIBRARY(grt, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(grt, CPU, m) {
   m.impl("row_product", TORCH_BOX(&row_product));
+  m.impl("gate", TORCH_BOX(&gate));
   m.impl("rest_of_block", TORCH_BOX(&rest_of_block));
 }
 STABLE_TORCH_LIBRARY_IMPL(grt, CompositeExplicitAutograd, m) { m.impl("paths", TORCH_BOX(&path_names)); }

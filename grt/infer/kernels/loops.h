@@ -1,40 +1,58 @@
 // The loops of kernels.cpp, included by vectors.h once for each instruction set, inside its namespace.
 
-// Rows first..last of W times x (m, k), which is of int16_t, in steps, where W is of int8_t, else of float
+// Sums of products of a row x with AT_ONCE rows w, a vector of each at a time
+struct FourFloats {
+  static constexpr int64_t STEP = WIDTH;
+  Floats sums[AT_ONCE];
+  template <class N>
+  TARGET INLINE void add(const N* const w[AT_ONCE], const float* x, int64_t i) {
+    for (int64_t j = 0; j < AT_ONCE; j++) sums[j] = add_products(load(w[j] + i), load(x + i), sums[j]);
+  }
+  TARGET INLINE std::array<float, AT_ONCE> totals(const float*) const {
+    return {total(sums[0]), total(sums[1]), total(sums[2]), total(sums[3])};
+  }
+};
+
+#ifndef BY_BYTES
+struct FourInts {
+  static constexpr int64_t STEP = 2 * WIDTH;
+  Ints sums[AT_ONCE];
+  TARGET INLINE void add(const int8_t* const w[AT_ONCE], const Steps& x, int64_t i) {
+    for (int64_t j = 0; j < AT_ONCE; j++) sums[j] = add_products(w[j] + i, &x.all[i], sums[j]);
+  }
+  TARGET INLINE std::array<int64_t, AT_ONCE> totals(const Steps&) const {
+    return {total(sums[0]), total(sums[1]), total(sums[2]), total(sums[3])};
+  }
+};
+#endif
+
+// Rows own.first..own.last of W times x, m rows of k numbers, each of which are floats, or Steps where W is of int8_t
 template <class W, class X>
-TARGET void rows(const Linear& linear, const X* x, const float* step, int64_t m, const Numbers& y, Range own) {
-  using Sums = std::conditional_t<sizeof(W) == 1, Ints, Floats>;
-  using Sum = std::conditional_t<sizeof(W) == 1, int64_t, float>;
-  constexpr int64_t LINE = CACHE_LINE / sizeof(W), STEP = sizeof(W) == 1 ? 2 * WIDTH : WIDTH;
+TARGET void rows(const Linear& linear, const std::vector<X>& x, const Numbers& y, Range own) {
+  using Four = std::conditional_t<sizeof(W) == 1, FourInts, FourFloats>;
+  constexpr int64_t LINE = CACHE_LINE / sizeof(W);
   int64_t k = linear.k, lines = k / LINE * LINE;
   for (int64_t n = own.first; n < own.last; n += AT_ONCE) {
     const W* w[AT_ONCE];
     for (int64_t j = 0; j < AT_ONCE; j++)  // the last row stands in for those that would be behind it
       w[j] = static_cast<const W*>(linear.w) + std::min(n + j, own.last - 1) * linear.stride;
-    for (int64_t row = 0; row < m; row++) {
-      const X* of_row = x + row * k;
-      Sums sums[AT_ONCE] = {};
-      for (int64_t line = 0; line < lines; line += LINE) {
-        for (int64_t j = 0; j < AT_ONCE; j++) __builtin_prefetch(reinterpret_cast<const char*>(w[j] + line) + AHEAD);
-        for (int64_t i = line; i < line + LINE; i += STEP)
-          for (int64_t j = 0; j < AT_ONCE; j++) {
-            if constexpr (sizeof(W) == 1)
-              sums[j] = add_products(w[j] + i, of_row + i, sums[j]);
-            else
-              sums[j] = add_products(load(w[j] + i), load(of_row + i), sums[j]);
-          }
+    for (size_t row = 0; row < x.size(); row++) {
+      Four four = {};
+      for (int64_t i = 0; i < lines; i += LINE) {
+        for (int64_t j = 0; j < AT_ONCE; j++) __builtin_prefetch(reinterpret_cast<const char*>(w[j] + i) + AHEAD);
+        for (int64_t part = i; part < i + LINE; part += Four::STEP) four.add(w, x[row], part);
       }
-      for (int64_t j = 0; j < AT_ONCE && n + j < own.last; j++) {
-        Sum sum = total(sums[j]);
-        for (int64_t i = lines; i < k; i++) sum += static_cast<Sum>(widen(w[j][i])) * of_row[i];
-        y.set(row * linear.n + n + j, linear.finished(n + j, static_cast<float>(sum) * (step ? step[row] : 1)));
-      }
+      auto sums = four.totals(x[row]);
+      for (int64_t i = lines; i < k; i++)
+        for (int64_t j = 0; j < AT_ONCE; j++) sums[j] += widen(w[j][i]) * x[row][i];
+      for (int64_t j = 0; j < AT_ONCE && n + j < own.last; j++)
+        y.set(row * linear.n + n + j, linear.finished(n + j, static_cast<float>(sums[j]) * size_of(x[row])));
     }
   }
 }
 
-// x (k) in steps, of which the largest |x| has `most`; returns the size of a step, NaN where a number is not finite.
-TARGET inline float in_steps(const float* x, int64_t k, float most, int16_t* steps) {
+// x (k) in steps, of which the largest |x| has `most`; NaN is the size of a step where a number is not finite.
+TARGET inline void to_steps(const float* x, int64_t k, float most, Steps& steps) {
   float largest = 0, nothing = 0;
 #pragma omp simd reduction(max : largest) reduction(+ : nothing)
   for (int64_t i = 0; i < k; i++) {
@@ -43,25 +61,40 @@ TARGET inline float in_steps(const float* x, int64_t k, float most, int16_t* ste
   }
   bool usable = nothing == 0 && largest > 1e-30f;  // a state so small is none
   float per_step = usable ? most / largest : 0;
+  steps.all.resize(k);
 #pragma omp simd
   for (int64_t i = 0; i < k; i++)
-    steps[i] = static_cast<int16_t>(static_cast<int32_t>(x[i] * per_step + (x[i] < 0 ? -0.5f : 0.5f)));
-  return (usable ? largest / most : 0) + nothing;
+    steps.all[i] = static_cast<int16_t>(static_cast<int32_t>(x[i] * per_step + (x[i] < 0 ? -0.5f : 0.5f)));
+  steps.size = (usable ? largest / most : 0) + nothing;
+#ifdef BY_BYTES
+  int64_t lines = k / CACHE_LINE * CACHE_LINE;
+  int32_t sum = 0;
+  steps.low.resize(lines);
+  steps.high.resize(lines);
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < lines; i++) {
+    steps.low[i] = static_cast<uint8_t>(steps.all[i]);
+    steps.high[i] = static_cast<int8_t>(steps.all[i] >> 8);
+    sum += steps.high[i];
+  }
+  steps.sum_of_high = sum;
+#endif
 }
 
 // This member's part of y (m, n)
 TARGET inline Range multiply(const Linear& linear, const float* x, int64_t m, const Numbers& y, const Member& me) {
   Range own = me.part(linear.n, AT_ONCE);
   int64_t k = linear.k;
-  if (linear.format == Format::fp32) rows<float>(linear, x, nullptr, m, y, own);
-  if (linear.format == Format::bf16) rows<bf16>(linear, x, nullptr, m, y, own);
   if (linear.format == Format::int8) {
     // At the least 8 lanes share the products of a row; the sum of each has to fit into 31 bits.
     float most = std::min(32767.0f, std::floor(8 * 2147483647.0f / (127.0f * (k + 64))));
-    std::vector<int16_t> steps(m * k);
-    std::vector<float> step(m);
-    for (int64_t row = 0; row < m; row++) step[row] = in_steps(x + row * k, k, most, steps.data() + row * k);
-    rows<int8_t>(linear, steps.data(), step.data(), m, y, own);
+    std::vector<Steps> steps(m);
+    for (int64_t row = 0; row < m; row++) to_steps(x + row * k, k, most, steps[row]);
+    rows<int8_t>(linear, steps, y, own);
+  } else {
+    std::vector<const float*> of_rows(m);
+    for (int64_t row = 0; row < m; row++) of_rows[row] = x + row * k;
+    linear.format == Format::fp32 ? rows<float>(linear, of_rows, y, own) : rows<bf16>(linear, of_rows, y, own);
   }
   return own;
 }
@@ -84,47 +117,94 @@ TARGET inline void product(const Product& p, Member& me) {
   multiply(p.linear, p.norm ? normed.data() : p.x, p.m, p.y, me);
 }
 
+// For n numbers, some bytes behind these
+template <class N>
+INLINE void ask_for(const N* numbers, int64_t n, int64_t behind) {
+  const char* at = reinterpret_cast<const char*>(numbers) + behind;
+  for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(N)); i += CACHE_LINE) __builtin_prefetch(at + i);
+}
+
+// The product of q with AT_ONCE keys of c numbers
+template <class N>
+TARGET INLINE void score(const N* const key[AT_ONCE], const float* q, int64_t c, float* scores) {
+  int64_t even = c / WIDTH * WIDTH;
+  FourFloats four = {};
+  for (int64_t i = 0; i < even; i += WIDTH) four.add(key, q, i);
+  auto sums = four.totals(q);
+  for (int64_t j = 0; j < AT_ONCE; j++) {
+    for (int64_t i = even; i < c; i++) sums[j] += widen(key[j][i]) * q[i];
+    scores[j] = sums[j];
+  }
+}
+
+// y = the sum of COUNT vectors' breadth of the values, each times its weight
+template <int COUNT, class N>
+TARGET INLINE void mix(const N* value, int64_t distance, const std::vector<float>& weights, float* y) {
+  Floats sums[COUNT] = {};
+  for (size_t t = 0; t < weights.size(); t++, value += distance)
+    for (int j = 0; j < COUNT; j++) sums[j] = add_products(load(value + j * WIDTH), every(weights[t]), sums[j]);
+  std::memcpy(y, sums, sizeof sums);
+}
+
+TARGET inline void gate(const Gate& gate, Member& me) {
+  std::vector<float> normed(gate.m * gate.up.k);
+  for (size_t at = 0; at < normed.size(); at += gate.up.k) norm(gate.norm, gate.x + at, gate.up.k, normed.data() + at);
+  Range own = multiply(gate.up, normed.data(), gate.m, {gate.inner, false}, me);
+  for (int64_t row = 0; row < gate.m; row++)
+    for (int64_t i = row * gate.up.n + own.first; i < row * gate.up.n + own.last; i++) {
+      float a = gate.inner[i] + gate.anchor[i];
+      gate.inner[i] = a / (1 + exponential(-a));  // silu
+    }
+  me.meet();
+  multiply(gate.down, gate.inner, gate.m, gate.y, me);
+}
+
 // This member's heads, counted through all rows
 template <class N>
 TARGET void attend(const Attention& a, Range own) {
   int64_t even = a.width / WIDTH * WIDTH;
   float to_scores = 1 / std::sqrt(static_cast<float>(a.width));
-  std::vector<float> scores(a.tokens);
+  std::vector<float> scores;
   for (int64_t i = own.first; i < own.last; i++) {
-    int64_t row = i / a.heads, head = i % a.heads, offset = row * a.kv_row + head * a.kv_head;
-    const N *key = static_cast<const N*>(a.keys) + offset, *value = static_cast<const N*>(a.values) + offset;
-    const float* q = a.q + row * a.q_row + head * a.width;
+    int64_t row = i / a.heads, head = i % a.heads;
     const bool* visible = a.visible ? a.visible + row * a.visible_row : nullptr;
+    int64_t first = 0, last = a.tokens;
+    while (visible && first < last - 1 && !visible[first * a.visible_token]) first++;
+    while (visible && first < last - 1 && !visible[(last - 1) * a.visible_token]) last--;
+    int64_t offset = row * a.kv_row + head * a.kv_head + first * a.kv_token;
+    const N *keys = static_cast<const N*>(a.keys) + offset, *value = static_cast<const N*>(a.values) + offset;
+    const float* q = a.q + row * a.q_row + head * a.width;
+    scores.resize(last - first + AT_ONCE);
+    for (int64_t t = 0; t < last - first; t += AT_ONCE) {
+      const N* key[AT_ONCE];
+      for (int64_t j = 0; j < AT_ONCE; j++) {
+        key[j] = keys + std::min(t + j, last - first - 1) * a.kv_token;
+        ask_for(key[j], a.width, AHEAD / 2);
+        ask_for(value + (t + j) * a.kv_token, a.width, 0);
+      }
+      score(key, q, a.width, &scores[t]);
+    }
+    scores.resize(last - first);
     float largest = -INFINITY, all = 0;
-    for (int64_t t = 0; t < a.tokens; t++, key += a.kv_token) {
-      scores[t] = -INFINITY;
-      if (visible && !visible[t * a.visible_token]) continue;
-      __builtin_prefetch(reinterpret_cast<const char*>(key) + AHEAD / 2);
-      __builtin_prefetch(value + t * a.kv_token);
-      Floats sums = {};
-      for (int64_t c = 0; c < even; c += WIDTH) sums = add_products(load(key + c), load(q + c), sums);
-      float sum = total(sums);
-      for (int64_t c = even; c < a.width; c++) sum += widen(key[c]) * q[c];
-      scores[t] = sum * to_scores;
+    for (int64_t t = 0; t < last - first; t++) {
+      scores[t] = visible && !visible[(first + t) * a.visible_token] ? -INFINITY : scores[t] * to_scores;
       largest = std::max(scores[t], largest);
     }
 #pragma omp simd reduction(+ : all)
-    for (int64_t t = 0; t < a.tokens; t++) {
+    for (int64_t t = 0; t < last - first; t++) {
       scores[t] = scores[t] == -INFINITY ? 0 : exponential(scores[t] - largest);
       all += scores[t];
     }
 #pragma omp simd
-    for (int64_t t = 0; t < a.tokens; t++) scores[t] /= all;
+    for (int64_t t = 0; t < last - first; t++) scores[t] /= all;
     float* y = a.y + i * a.width;
-    std::fill(y, y + a.width, 0.0f);
-    for (int64_t c = 0; c < even; c += WIDTH) {
-      Floats sums = {};
-      for (int64_t t = 0; t < a.tokens; t++)
-        sums = add_products(load(value + t * a.kv_token + c), every(scores[t]), sums);
-      std::memcpy(y + c, &sums, sizeof sums);
-    }
-    for (int64_t t = 0; t < a.tokens; t++)
-      for (int64_t c = even; c < a.width; c++) y[c] += scores[t] * widen(value[t * a.kv_token + c]);
+    int64_t c = 0;
+    for (; c + AT_ONCE * WIDTH <= even; c += AT_ONCE * WIDTH) mix<AT_ONCE>(value + c, a.kv_token, scores, y + c);
+    for (; c < even; c += WIDTH) mix<1>(value + c, a.kv_token, scores, y + c);
+    std::fill(y + c, y + a.width, 0.0f);
+    for (int64_t t = 0; t < last - first; t++)
+      for (int64_t of_rest = c; of_rest < a.width; of_rest++)
+        y[of_rest] += scores[t] * widen(value[t * a.kv_token + of_rest]);
   }
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -57,6 +58,19 @@ struct Numbers {
 
 enum class Format { fp32, bf16, int8 };
 
+// A row x in steps of `size`, as integers of 16 bits and, for those who sum up bytes, their halves
+struct Steps {
+  std::vector<int16_t> all;
+  std::vector<uint8_t> low;
+  std::vector<int8_t> high;
+  int32_t sum_of_high;
+  float size;
+  int64_t operator[](int64_t i) const { return all[i]; }
+};
+
+INLINE float size_of(const Steps& x) { return x.size; }
+INLINE float size_of(const float*) { return 1; }
+
 struct Linear {
   const void* w;  // (n, k), rows `stride` elements apart
   Format format;
@@ -71,7 +85,7 @@ struct Linear {
 };
 
 struct Norm {
-  std::vector<float> gain, shift;
+  Numbers gain, shift;
   float eps;
 };
 
@@ -81,6 +95,18 @@ struct Product {
   std::optional<Norm> norm;  // of x, before it is multiplied
   const float* x;
   int64_t m;
+  Numbers y;
+};
+
+// y (m, outputs of down) = down(silu(up(norm(x)) + anchor)), and room for what comes in between
+struct Gate {
+  const float* x;
+  int64_t m;
+  Norm norm;
+  Linear up;
+  Numbers anchor;  // (m, outputs of up)
+  Linear down;
+  float* inner;  // likewise
   Numbers y;
 };
 
@@ -207,16 +233,39 @@ TARGET INLINE Floats load(const bf16* x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 TARGET INLINE Floats add_products(Floats a, Floats b, Floats sums) { return _mm512_fmadd_ps(a, b, sums); }
-TARGET INLINE Ints add_products(const int8_t* w, const int16_t* x, Ints sums) {
-  __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
-  return _mm512_dpwssd_epi32(sums, wide, _mm512_loadu_si512(x));
-}
 TARGET INLINE float total(Floats lanes) { return _mm512_reduce_add_ps(lanes); }
-TARGET INLINE int64_t total(Ints lanes) {
-  return _mm512_reduce_add_epi64(_mm512_add_epi64(_mm512_cvtepi32_epi64(_mm512_castsi512_si256(lanes)),
-                                                  _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(lanes, 1))));
+TARGET INLINE __m128i totals_of(const Ints v[AT_ONCE]) {  // by adding what two of them interleave to
+  Ints ab = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+  Ints cd = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+  Ints abcd = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
+  return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
+
+// x = 256 high + low. The CPU multiplies bytes without a sign by bytes with one: so low times w, and w + 128 times high.
+#define BY_BYTES
+struct FourInts {
+  static constexpr int64_t STEP = CACHE_LINE;
+  Ints low[AT_ONCE], high[AT_ONCE];
+  TARGET INLINE void add(const int8_t* const w[AT_ONCE], const Steps& x, int64_t i) {
+    Ints of_low = _mm512_loadu_si512(&x.low[i]), of_high = _mm512_loadu_si512(&x.high[i]);
+    for (int64_t j = 0; j < AT_ONCE; j++) {
+      Ints v = _mm512_loadu_si512(w[j] + i);
+      low[j] = _mm512_dpbusd_epi32(low[j], of_low, v);
+      high[j] = _mm512_dpbusd_epi32(high[j], _mm512_xor_si512(v, _mm512_set1_epi8(-128)), of_high);
+    }
+  }
+  TARGET INLINE std::array<int64_t, AT_ONCE> totals(const Steps& x) const {
+    __m256i of_low = _mm256_cvtepi32_epi64(totals_of(low)), of_high = _mm256_cvtepi32_epi64(totals_of(high));
+    of_high = _mm256_sub_epi64(of_high, _mm256_set1_epi64x(128 * static_cast<int64_t>(x.sum_of_high)));
+    std::array<int64_t, AT_ONCE> sums;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums.data()),
+                        _mm256_add_epi64(_mm256_slli_epi64(of_high, 8), of_low));
+    return sums;
+  }
+};
 #include "loops.h"
+#undef BY_BYTES
 #undef TARGET
 }  // namespace avx512
 #endif
