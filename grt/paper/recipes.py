@@ -18,7 +18,7 @@ SEEDS = (1337, 42, 123)  # tab:seeds
 
 NANO_LR = 4e-3  # the middle of the sweep
 # What the sweep chose, method -> factor of NANO_LR; other layouts and rows of the ladder take their method's.
-NANO_FACTOR: dict[str, float] = {}
+NANO_FACTOR: dict[str, float] = {"mor": 2.0}
 NANO_GATE_BIAS = 4.0  # likewise
 UNIQUE = "3L"  # dense, as many unique blocks as 1+1x6+1
 
