@@ -1,7 +1,7 @@
 """Decoder: a batch of prompts through the model at once, then one token of each row after the other.
 
 The one-token pass runs over buffers of fixed addresses (KVCache.freeze), so that it can be compiled as a whole, or on a
-GPU be captured as a graph, at one fixed depth.
+GPU be captured as a graph, at one fixed depth. With kept weights (grt/infer/quantize.py), one row is put onto a tape.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, V vocabulary.
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 from grt.config import ConfigError
 from grt.infer.onerow import OPTIONS, OneRow
+from grt.infer.quantize import Kept
+from grt.infer.tape import Tape, Unrecordable
 from grt.model.cache import KVCache
 from grt.model.context import LoopContext, left_padded
 from grt.model.depth import Depth
@@ -39,8 +41,8 @@ class Decoder:
     """Prompts (lists of ids, of any lengths but not empty) and room for `max_new` tokens after each.
 
     kv: how the core's steps share keys and values. depth: passes through the core (default R). compiled: the one-token
-    pass by torch.compile, which takes long once and pays over many tokens. Raises ConfigError where prompt and new
-    tokens are more than the model's context.
+    pass by torch.compile, which takes long once and pays over many tokens; not where there is a tape of it. Raises
+    ConfigError where prompt and new tokens are more than the model's context.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Decoder:
         self.cache = self._cache(len(prompts), longest + max_new, longest, kv)
         self.fixed_shapes = self.cache.core.fixed_shapes
         self._step = self.compiled(self._one_token) if compiled else self._one_token
+        self.tape: Tape | None = None
+        self.unrecordable = False
 
     def _cache(self, batch: int, capacity: int, prompt: int, kv: str) -> KVCache:
         return KVCache(self.model, batch, capacity, strategy=kv, depth=self.steps.steps, prompt=prompt)
@@ -79,7 +83,7 @@ class Decoder:
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Other prompts, as many and no longer than the first ones were; what was compiled stays."""
         assert len(prompts) == len(self.prompts) and max(map(len, prompts)) <= self.longest
-        self.prompts = prompts
+        self.prompts, self.tape = prompts, None
         self.cache.clear()
 
     @torch.inference_mode()
@@ -101,9 +105,22 @@ class Decoder:
         """Logits (B, V) after one more token of each row; tokens (B,)."""
         if self.fixed_shapes:
             self.cache.advance()
-        logits = self._step(tokens[:, None])
+        logits = self._next(tokens[:, None])
         self.cache.commit()
         return logits
+
+    def _next(self, ids: Tensor) -> Tensor:
+        if self.tape is not None:
+            self.cache.repeat(self.steps.steps)
+            return self.tape(ids)
+        head: Any = self.model.embed.tokens.weight
+        if self.fixed_shapes and self.cache.batch == 1 and type(head) is Kept and head.fast and not self.unrecordable:
+            try:
+                self.tape = Tape(self._one_token, ids)
+                return self.tape.result.clone()
+            except Unrecordable:  # what ran of the pass is overwritten now
+                self.unrecordable = True
+        return self._step(ids)
 
     @property
     def depths(self) -> list[int]:
@@ -113,6 +130,7 @@ class Decoder:
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
+        self.tape = None
         self.cache.reorder(torch.tensor(rows, device=self.model.device))
         self.prompts = [self.prompts[row] for row in rows]
 

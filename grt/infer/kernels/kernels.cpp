@@ -20,6 +20,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -66,15 +69,6 @@ Numbers numbers(const Tensor& t) {
   return {t.data_ptr(), is_bf16};
 }
 
-std::vector<float> widened(const Tensor& x) {
-  Numbers given = numbers(x);
-  int64_t n = x.numel();
-  if (!given.is_bf16) return {static_cast<float*>(given.at), static_cast<float*>(given.at) + n};
-  std::vector<float> values(n);
-  for (int64_t i = 0; i < n; i++) values[i] = widen(static_cast<bf16*>(given.at)[i]);
-  return values;
-}
-
 Linear linear_of(const Tensor& weight, const MaybeTensor& scale, const MaybeTensor& bias) {
   STD_TORCH_CHECK(weight.stride(1) == 1, "a row's weights must lie one after the other");
   ScalarType type = weight.scalar_type();
@@ -95,6 +89,8 @@ Norm norm_of(const Tensor& gain, const Tensor& shift, double eps, int64_t k) {
   return {numbers(gain), numbers(shift), static_cast<float>(eps)};
 }
 
+std::shared_ptr<float[]> room(int64_t n) { return std::shared_ptr<float[]>(new float[n]); }
+
 Tensor new_like(const Tensor& x, int64_t width) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
@@ -105,12 +101,11 @@ Tensor row_product(const Tensor& x, const Tensor& weight, const MaybeTensor& sca
                    const MaybeTensor& gain, const MaybeTensor& shift, double eps, int64_t path) {
   Linear linear = linear_of(weight, scale, bias);
   STD_TORCH_CHECK(x.size(-1) == linear.k, "x and weight do not fit");
-  std::vector<float> wide = widened(x);
   Tensor y = new_like(x, linear.n);
-  Product p{linear, std::nullopt, wide.data(), x.numel() / linear.k, numbers(y)};
+  Product p{linear, std::nullopt, numbers(x), x.numel() / linear.k, numbers(y)};
   if (gain && shift) p.norm = norm_of(*gain, *shift, eps, linear.k);
   const Path& chosen = paths().at(path);
-  together(linear.n * linear.k / ALONE, [&](Member& me) { chosen.product(p, me); });
+  together(linear.n * linear.k / ALONE, [p, &chosen](Member& me) { chosen.product(p, me); });
   return y;
 }
 
@@ -120,16 +115,16 @@ Tensor gate(const Tensor& x, const Tensor& gain, const Tensor& shift, double eps
   Linear up = linear_of(up_weight, up_scale, std::nullopt), down = linear_of(down_weight, down_scale, down_bias);
   int64_t d = up.k, m = x.numel() / d;
   STD_TORCH_CHECK(x.size(-1) == d && down.k == up.n && anchor.numel() == m * up.n, "the parts of a gate do not fit");
-  std::vector<float> wide = widened(x), inner(m * up.n);
+  auto inner = room(m * up.n);
   Tensor y = new_like(x, down.n);
-  Gate parts{wide.data(), m, norm_of(gain, shift, eps, d), up, numbers(anchor), down, inner.data(), numbers(y)};
+  Gate parts{numbers(x), m, norm_of(gain, shift, eps, d), up, numbers(anchor), down, inner.get(), numbers(y)};
   const Path& chosen = paths().at(path);
-  together(up.n * d / ALONE, [&](Member& me) { chosen.gate(parts, me); });
+  together(up.n * d / ALONE, [parts, inner, &chosen](Member& me) { chosen.gate(parts, me); });
   return y;
 }
 
 // Of q (rows, d or more), keys and values (rows, heads, tokens, width), visible (rows, tokens)
-Attention attention_of(const float* q, int64_t q_row, const Tensor& keys, const Tensor& values,
+Attention attention_of(Numbers q, int64_t q_row, const Tensor& keys, const Tensor& values,
                        const MaybeTensor& visible, float* y) {
   bool is_bf16 = keys.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(keys.stride(3) == 1 && (is_bf16 || keys.scalar_type() == ScalarType::Float), "keys do not fit");
@@ -157,13 +152,123 @@ Tensor rest_of_block(const Tensor& x, const Tensor& qkv, const Tensor& keys, con
   STD_TORCH_CHECK(x.numel() == m * d && qkv.numel() == m * 3 * d && up.k == d && down.n == d && down.k == up.n &&
                       out.k == d && keys.size(1) * keys.size(3) == d,
                   "the parts of a block do not fit");
-  std::vector<float> given = widened(x), q = widened(qkv), mixed(m * d), part(m * d), wide(m * up.n);
+  auto mixed = room(2 * m * d + m * up.n);
+  float *part = mixed.get() + m * d, *wide = part + m * d;
   Tensor y = new_like(x, d);
-  Rest rest{given.data(), attention_of(q.data(), qkv.size(-1), keys, values, visible, mixed.data()), out,
-            norm_of(gain, shift, eps, d), up, down, part.data(), wide.data(), numbers(y)};
+  Rest rest{numbers(x), attention_of(numbers(qkv), qkv.size(-1), keys, values, visible, mixed.get()), out,
+            norm_of(gain, shift, eps, d), up, down, part, wide, numbers(y)};
   const Path& chosen = paths().at(path);
-  together(up.n * d / ALONE, [&](Member& me) { chosen.rest_of_block(rest, me); });
+  together(up.n * d / ALONE, [rest, mixed, &chosen](Member& me) { chosen.rest_of_block(rest, me); });
   return y;
+}
+
+// Small works between those, of one member: only for tapes, as torch has all of them.
+
+void alone(std::function<void(Member&)> work) { together(1, work); }
+
+// Rows of a table, whatever they consist of
+void pick(const Tensor& y, const Tensor& table, const Tensor& ids, int64_t row_bytes) {
+  STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Long && ids.is_contiguous(), "ids must be int64");
+  char *to = static_cast<char*>(y.data_ptr()), *from = static_cast<char*>(table.data_ptr());
+  const int64_t *id = static_cast<int64_t*>(ids.data_ptr()), n = ids.numel();
+  alone([=](Member&) {
+    for (int64_t i = 0; i < n; i++) std::memcpy(to + i * row_bytes, from + id[i] * row_bytes, row_bytes);
+  });
+}
+
+// x into a store of `outer` times `length` pieces, at the place that index names
+void put(const Tensor& store, const Tensor& index, const Tensor& x, int64_t outer, int64_t length, int64_t bytes) {
+  STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long && index.numel() == 1, "an index must be one int64");
+  char *to = static_cast<char*>(store.data_ptr()), *from = static_cast<char*>(x.data_ptr());
+  const int64_t* at = static_cast<int64_t*>(index.data_ptr());
+  alone([=](Member&) {
+    for (int64_t i = 0; i < outer; i++) std::memcpy(to + (i * length + *at) * bytes, from + i * bytes, bytes);
+  });
+}
+
+// n numbers of x, which has them all, or one in the place of all; in fp32, bf16 or int8
+std::function<std::vector<float>()> reader(const Tensor& x, int64_t n) {
+  STD_TORCH_CHECK(x.numel() == n || x.numel() == 1, "operands must be as long as the result, or one number");
+  bool one = x.numel() != n;
+  if (x.scalar_type() == ScalarType::Char) {
+    STD_TORCH_CHECK(!one, "one number must be fp32 or bf16");
+    const int8_t* at = static_cast<int8_t*>(x.data_ptr());
+    return [=] { return std::vector<float>(at, at + n); };
+  }
+  Numbers given = numbers(x);
+  return [=] { return one ? std::vector<float>(n, given[0]) : widened(given, n); };
+}
+
+// kind: a, a + b, a b, sigmoid(a), silu(a), or from a to b by a part c of the way
+void elementwise(const Tensor& y, int64_t kind, const Tensor& a, const MaybeTensor& b, const MaybeTensor& c) {
+  int64_t n = y.numel();
+  Numbers to = numbers(y);
+  auto read_a = reader(a, n), read_b = reader(b ? *b : a, n), read_c = reader(c ? *c : a, n);
+  alone([=](Member&) {
+    std::vector<float> x = read_a(), other, part;
+    if (kind == 1 || kind == 2 || kind == 5) other = read_b();
+    if (kind == 5) part = read_c();
+    for (int64_t i = 0; kind == 1 && i < n; i++) x[i] += other[i];
+    for (int64_t i = 0; kind == 2 && i < n; i++) x[i] *= other[i];
+    for (int64_t i = 0; kind == 3 && i < n; i++) x[i] = 1 / (1 + exponential(-x[i]));
+    for (int64_t i = 0; kind == 4 && i < n; i++) x[i] /= 1 + exponential(-x[i]);
+    for (int64_t i = 0; kind == 5 && i < n; i++) {
+      float way = other[i] - x[i];
+      x[i] = part[i] < 0.5f ? x[i] + part[i] * way : other[i] - way * (1 - part[i]);
+    }
+    narrowed(x, to);
+  });
+}
+
+// LayerNorm, or RMSNorm, which does not centre
+void norm_alone(const Tensor& y, const Tensor& x, const MaybeTensor& gain, const MaybeTensor& shift, double eps,
+                bool centred) {
+  int64_t d = x.size(-1), n = x.numel();
+  Numbers from = numbers(x), to = numbers(y);
+  std::optional<Numbers> times, plus;
+  if (gain) times = numbers(*gain);
+  if (shift) plus = numbers(*shift);
+  alone([=](Member&) {
+    std::vector<float> all = widened(from, n), g = times ? widened(*times, d) : std::vector<float>(d, 1);
+    std::vector<float> s = plus ? widened(*plus, d) : std::vector<float>(d, 0);
+    for (float* row = all.data(); row < all.data() + n; row += d) {
+      float mean = 0, squares = 0;
+      for (int64_t i = 0; centred && i < d; i++) mean += row[i];
+      mean /= d;
+      for (int64_t i = 0; i < d; i++) squares += (row[i] - mean) * (row[i] - mean);
+      float to_unit = 1 / std::sqrt(squares / d + static_cast<float>(eps));
+      for (int64_t i = 0; i < d; i++) row[i] = (row[i] - mean) * to_unit * g[i] + s[i];
+    }
+    narrowed(all, to);
+  });
+}
+
+// Tapes, by numbers: between record() and recorded(), what this thread does goes onto one. They hold no tensors.
+std::map<int64_t, std::shared_ptr<Tape>> tapes;
+std::mutex of_tapes;
+
+int64_t record() {
+  std::lock_guard lock(of_tapes);
+  int64_t tape = tapes.empty() ? 1 : tapes.rbegin()->first + 1;
+  tapes[tape] = std::make_shared<Tape>();
+  recording = tapes[tape].get();
+  return tape;
+}
+
+void recorded() { recording = nullptr; }
+
+void play(int64_t tape) {
+  std::shared_ptr<Tape> found;
+  {
+    std::lock_guard lock(of_tapes);
+    found = tapes.at(tape);
+  }
+  found->play();
+}
+
+void erase(int64_t tape) {
+  std::lock_guard lock(of_tapes);
+  tapes.erase(tape);
 }
 
 }  // namespace
@@ -180,11 +285,29 @@ STABLE_TORCH_LIBRARY(grt, m) {
       "Tensor? out_bias, Tensor gain, Tensor shift, float eps, Tensor up, Tensor? up_scale, Tensor? up_bias, "
       "Tensor down, Tensor? down_scale, Tensor? down_bias, int path=0) -> Tensor");
   m.def("paths() -> str");
+  m.def("record() -> int");
+  m.def("recorded() -> ()");
+  m.def("play(int tape) -> ()");
+  m.def("erase(int tape) -> ()");
+  m.def("pick(Tensor(a!) y, Tensor table, Tensor ids, int row_bytes) -> ()");
+  m.def("put(Tensor(a!) store, Tensor index, Tensor x, int outer, int length, int bytes) -> ()");
+  m.def("elementwise(Tensor(a!) y, int kind, Tensor a, Tensor? b=None, Tensor? c=None) -> ()");
+  m.def("norm(Tensor(a!) y, Tensor x, Tensor? gain, Tensor? shift, float eps, bool centred) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grt, CPU, m) {
   m.impl("row_product", TORCH_BOX(&row_product));
   m.impl("gate", TORCH_BOX(&gate));
   m.impl("rest_of_block", TORCH_BOX(&rest_of_block));
+  m.impl("pick", TORCH_BOX(&pick));
+  m.impl("put", TORCH_BOX(&put));
+  m.impl("elementwise", TORCH_BOX(&elementwise));
+  m.impl("norm", TORCH_BOX(&norm_alone));
 }
-STABLE_TORCH_LIBRARY_IMPL(grt, CompositeExplicitAutograd, m) { m.impl("paths", TORCH_BOX(&path_names)); }
+STABLE_TORCH_LIBRARY_IMPL(grt, CompositeExplicitAutograd, m) {
+  m.impl("paths", TORCH_BOX(&path_names));
+  m.impl("record", TORCH_BOX(&record));
+  m.impl("recorded", TORCH_BOX(&recorded));
+  m.impl("play", TORCH_BOX(&play));
+  m.impl("erase", TORCH_BOX(&erase));
+}

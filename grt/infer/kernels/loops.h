@@ -111,10 +111,10 @@ TARGET inline void norm(const Norm& norm, const float* x, int64_t d, float* y) {
 }
 
 TARGET inline void product(const Product& p, Member& me) {
-  std::vector<float> normed(p.norm ? p.m * p.linear.k : 0);
-  for (size_t at = 0; at < normed.size(); at += p.linear.k)
-    norm(*p.norm, p.x + at, p.linear.k, normed.data() + at);
-  multiply(p.linear, p.norm ? normed.data() : p.x, p.m, p.y, me);
+  int64_t k = p.linear.k;
+  std::vector<float> x = widened(p.x, p.m * k);  // by every member for itself, as all that is so short
+  for (int64_t row = 0; p.norm && row < p.m; row++) norm(*p.norm, &x[row * k], k, &x[row * k]);
+  multiply(p.linear, x.data(), p.m, p.y, me);
 }
 
 // For n numbers, some bytes behind these
@@ -147,9 +147,10 @@ TARGET INLINE void mix(const N* value, int64_t distance, const std::vector<float
 }
 
 TARGET inline void gate(const Gate& gate, Member& me) {
-  std::vector<float> normed(gate.m * gate.up.k);
-  for (size_t at = 0; at < normed.size(); at += gate.up.k) norm(gate.norm, gate.x + at, gate.up.k, normed.data() + at);
-  Range own = multiply(gate.up, normed.data(), gate.m, {gate.inner, false}, me);
+  int64_t k = gate.up.k;
+  std::vector<float> x = widened(gate.x, gate.m * k);
+  for (int64_t row = 0; row < gate.m; row++) norm(gate.norm, &x[row * k], k, &x[row * k]);
+  Range own = multiply(gate.up, x.data(), gate.m, {gate.inner, false}, me);
   for (int64_t row = 0; row < gate.m; row++)
     for (int64_t i = row * gate.up.n + own.first; i < row * gate.up.n + own.last; i++) {
       float a = gate.inner[i] + gate.anchor[i];
@@ -164,7 +165,7 @@ template <class N>
 TARGET void attend(const Attention& a, Range own) {
   int64_t even = a.width / WIDTH * WIDTH;
   float to_scores = 1 / std::sqrt(static_cast<float>(a.width));
-  std::vector<float> scores;
+  std::vector<float> scores, q(a.width);
   for (int64_t i = own.first; i < own.last; i++) {
     int64_t row = i / a.heads, head = i % a.heads;
     const bool* visible = a.visible ? a.visible + row * a.visible_row : nullptr;
@@ -173,7 +174,7 @@ TARGET void attend(const Attention& a, Range own) {
     while (visible && first < last - 1 && !visible[(last - 1) * a.visible_token]) last--;
     int64_t offset = row * a.kv_row + head * a.kv_head + first * a.kv_token;
     const N *keys = static_cast<const N*>(a.keys) + offset, *value = static_cast<const N*>(a.values) + offset;
-    const float* q = a.q + row * a.q_row + head * a.width;
+    for (int64_t c = 0; c < a.width; c++) q[c] = a.q[row * a.q_row + head * a.width + c];
     scores.resize(last - first + AT_ONCE);
     for (int64_t t = 0; t < last - first; t += AT_ONCE) {
       const N* key[AT_ONCE];
@@ -182,7 +183,7 @@ TARGET void attend(const Attention& a, Range own) {
         ask_for(key[j], a.width, AHEAD / 2);
         ask_for(value + (t + j) * a.kv_token, a.width, 0);
       }
-      score(key, q, a.width, &scores[t]);
+      score(key, q.data(), a.width, &scores[t]);
     }
     scores.resize(last - first);
     float largest = -INFINITY, all = 0;
@@ -221,7 +222,7 @@ TARGET inline void rest_of_block(const Rest& rest, Member& me) {
   me.meet();
   multiply(rest.out, rest.attention.y, m, {rest.part, false}, me);
   me.meet();
-  std::vector<float> h(rest.x, rest.x + m * d), normed(m * d);  // by every member for itself
+  std::vector<float> h = widened(rest.x, m * d), normed(m * d);
   for (int64_t i = 0; i < m * d; i++) h[i] += rest.part[i];
   for (int64_t at = 0; at < m * d; at += d) norm(rest.norm, h.data() + at, d, normed.data() + at);
   Range own = multiply(rest.up, normed.data(), m, {rest.wide, false}, me);

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <thread>
+#include <vector>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -43,9 +45,40 @@ struct Member {
   }
 };
 
+// What was done, to be done again at the same addresses: one call then does what took a hundred.
+struct Tape {
+  struct Work {
+    bool shared;  // by all members
+    std::function<void(Member&)> run;
+  };
+  std::vector<Work> works;
+
+  void play() const {
+    int64_t size = torch::stable::get_num_threads();
+    std::atomic<int64_t> arrived{0};
+    torch::stable::parallel_for(0, size, 1, [&](int64_t first, int64_t last) {
+      Member me{arrived, size, first, last};
+      for (const Work& work : works) {
+        if (work.shared) {
+          work.run(me);
+        } else if (first == 0) {
+          std::atomic<int64_t> nobody{0};
+          Member alone{nobody, 1, 0, 1};
+          work.run(alone);
+        }
+        me.meet();
+      }
+    });
+  }
+};
+
+thread_local Tape* recording = nullptr;
+
+// `work` must own, or be outlived by, all that it reads and writes.
 template <class F>
 void together(int64_t size, const F& work) {
   size = std::clamp<int64_t>(size, 1, torch::stable::get_num_threads());
+  if (recording) recording->works.push_back({size > 1, work});
   std::atomic<int64_t> arrived{0};
   torch::stable::parallel_for(0, size, 1, [&](int64_t first, int64_t last) {
     Member member{arrived, size, first, last};

@@ -56,6 +56,18 @@ struct Numbers {
   }
 };
 
+inline std::vector<float> widened(const Numbers& numbers, int64_t n) {
+  if (!numbers.is_bf16) return {static_cast<float*>(numbers.at), static_cast<float*>(numbers.at) + n};
+  std::vector<float> values(n);
+  for (int64_t i = 0; i < n; i++) values[i] = widen(static_cast<bf16*>(numbers.at)[i]);
+  return values;
+}
+
+inline void narrowed(const std::vector<float>& values, const Numbers& to) {
+  if (!to.is_bf16) std::copy(values.begin(), values.end(), static_cast<float*>(to.at));
+  for (size_t i = 0; to.is_bf16 && i < values.size(); i++) static_cast<bf16*>(to.at)[i] = narrow(values[i]);
+}
+
 enum class Format { fp32, bf16, int8 };
 
 // A row x in steps of `size`, as integers of 16 bits and, for those who sum up bytes, their halves
@@ -93,14 +105,14 @@ struct Norm {
 struct Product {
   Linear linear;
   std::optional<Norm> norm;  // of x, before it is multiplied
-  const float* x;
+  Numbers x;
   int64_t m;
   Numbers y;
 };
 
 // y (m, outputs of down) = down(silu(up(norm(x)) + anchor)), and room for what comes in between
 struct Gate {
-  const float* x;
+  Numbers x;
   int64_t m;
   Norm norm;
   Linear up;
@@ -113,7 +125,7 @@ struct Gate {
 // One query of each row. Strides are in elements; a head's numbers lie one after the other.
 struct Attention {
   int64_t rows, heads, tokens, width;
-  const float* q;  // (rows, heads, width), rows q_row apart
+  Numbers q;  // (rows, heads, width), rows q_row apart
   int64_t q_row;
   const void *keys, *values;  // (rows, heads, tokens, width)
   bool is_bf16;
@@ -125,7 +137,7 @@ struct Attention {
 
 // y = h + down(gelu(up(norm(h)))),  h = x + out(attention), and room for what comes in between
 struct Rest {
-  const float* x;  // (rows, d)
+  Numbers x;  // (rows, d)
   Attention attention;
   Linear out;
   Norm norm;
