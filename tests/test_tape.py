@@ -48,14 +48,16 @@ def test_every_strategy_is_played(kv):
         assert torch.allclose(played, plain, atol=1e-5)
 
 
-def test_other_prompts_and_other_rows_take_another_tape():
+def test_a_tape_serves_other_prompts_but_not_other_rows():
     model, token = kept(), torch.tensor([3])
-    decoder = Decoder(model, [[1, 2, 3, 4]], 6)
+    decoder, tapes = Decoder(model, [[1, 2, 3, 4]], 6), set()
     for prompt in ([1, 2, 3, 4], [7, 8]):
         decoder.restart([prompt])
         decoder.prefill()
         one = [decoder.step(token), decoder.step(token + 1)]
+        tapes.add(decoder.tape)
         assert torch.allclose(torch.cat(one), logits(model, prompt, [3, 4], taped=False)[1][1:], atol=1e-5)
+    assert len(tapes) == 1 and None not in tapes
     two = Decoder(model, [[1, 2], [7, 8]], 6)
     two.prefill()
     two.step(torch.tensor([3, 3]))

@@ -81,9 +81,9 @@ class Decoder:
         return KVCache(self.model, batch, capacity, strategy=kv, depth=self.steps.steps, prompt=prompt)
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Other prompts, as many and no longer than the first ones were; what was compiled stays."""
+        """Other prompts, as many and no longer than the first ones were; what was compiled or is on a tape stays."""
         assert len(prompts) == len(self.prompts) and max(map(len, prompts)) <= self.longest
-        self.prompts, self.tape = prompts, None
+        self.prompts = prompts
         self.cache.clear()
 
     @torch.inference_mode()

@@ -216,7 +216,7 @@ void elementwise(const Tensor& y, int64_t kind, const Tensor& a, const MaybeTens
       float way = other[i] - x[i];
       x[i] = part[i] < 0.5f ? x[i] + part[i] * way : other[i] - way * (1 - part[i]);
     }
-    narrowed(x, to);
+    to.set(0, x.data(), n);
   });
 }
 
@@ -239,7 +239,7 @@ void norm_alone(const Tensor& y, const Tensor& x, const MaybeTensor& gain, const
       float to_unit = 1 / std::sqrt(squares / d + static_cast<float>(eps));
       for (int64_t i = 0; i < d; i++) row[i] = (row[i] - mean) * to_unit * g[i] + s[i];
     }
-    narrowed(all, to);
+    to.set(0, all.data(), n);
   });
 }
 

@@ -8,9 +8,7 @@ struct FourFloats {
   TARGET INLINE void add(const N* const w[AT_ONCE], const float* x, int64_t i) {
     for (int64_t j = 0; j < AT_ONCE; j++) sums[j] = add_products(load(w[j] + i), load(x + i), sums[j]);
   }
-  TARGET INLINE std::array<float, AT_ONCE> totals(const float*) const {
-    return {total(sums[0]), total(sums[1]), total(sums[2]), total(sums[3])};
-  }
+  TARGET INLINE std::array<float, AT_ONCE> totals(const float*) const { return totals_of(sums); }
 };
 
 #ifndef BY_BYTES
@@ -26,16 +24,17 @@ struct FourInts {
 };
 #endif
 
-// Rows own.first..own.last of W times x, m rows of k numbers, each of which are floats, or Steps where W is of int8_t
+// This member's rows of W times x, m rows of k numbers, each of which are floats, or Steps where W is of int8_t
 template <class W, class X>
 TARGET void rows(const Linear& linear, const std::vector<X>& x, const Numbers& y, Range own) {
   using Four = std::conditional_t<sizeof(W) == 1, FourInts, FourFloats>;
   constexpr int64_t LINE = CACHE_LINE / sizeof(W);
-  int64_t k = linear.k, lines = k / LINE * LINE;
-  for (int64_t n = own.first; n < own.last; n += AT_ONCE) {
+  int64_t k = linear.k, lines = k / LINE * LINE, count = own.last - own.first;
+  std::vector<float> results(x.size() * count + AT_ONCE);
+  for (int64_t n = 0; n < count; n += AT_ONCE) {
     const W* w[AT_ONCE];
     for (int64_t j = 0; j < AT_ONCE; j++)  // the last row stands in for those that would be behind it
-      w[j] = static_cast<const W*>(linear.w) + std::min(n + j, own.last - 1) * linear.stride;
+      w[j] = static_cast<const W*>(linear.w) + (own.first + std::min(n + j, count - 1)) * linear.stride;
     for (size_t row = 0; row < x.size(); row++) {
       Four four = {};
       for (int64_t i = 0; i < lines; i += LINE) {
@@ -45,9 +44,18 @@ TARGET void rows(const Linear& linear, const std::vector<X>& x, const Numbers& y
       auto sums = four.totals(x[row]);
       for (int64_t i = lines; i < k; i++)
         for (int64_t j = 0; j < AT_ONCE; j++) sums[j] += widen(w[j][i]) * x[row][i];
-      for (int64_t j = 0; j < AT_ONCE && n + j < own.last; j++)
-        y.set(row * linear.n + n + j, linear.finished(n + j, static_cast<float>(sums[j]) * size_of(x[row])));
+      float* to = &results[row * count + n];
+      int64_t behind = std::min(AT_ONCE, count - n);
+      if (behind == AT_ONCE) {
+        for (int64_t j = 0; j < AT_ONCE; j++) to[j] = static_cast<float>(sums[j]) * size_of(x[row]);
+      } else {
+        for (int64_t j = 0; j < behind; j++) to[j] = static_cast<float>(sums[j]) * size_of(x[row]);
+      }
     }
+  }
+  for (size_t row = 0; row < x.size(); row++) {
+    linear.finish(&results[row * count], own);
+    y.set(row * linear.n + own.first, &results[row * count], count);
   }
 }
 
@@ -61,21 +69,24 @@ TARGET inline void to_steps(const float* x, int64_t k, float most, Steps& steps)
   }
   bool usable = nothing == 0 && largest > 1e-30f;  // a state so small is none
   float per_step = usable ? most / largest : 0;
+  steps.size = (usable ? largest / most : 0) + nothing;
   steps.all.resize(k);
+  int16_t* __restrict all = steps.all.data();
 #pragma omp simd
   for (int64_t i = 0; i < k; i++)
-    steps.all[i] = static_cast<int16_t>(static_cast<int32_t>(x[i] * per_step + (x[i] < 0 ? -0.5f : 0.5f)));
-  steps.size = (usable ? largest / most : 0) + nothing;
+    all[i] = static_cast<int16_t>(static_cast<int32_t>(x[i] * per_step + (x[i] < 0 ? -0.5f : 0.5f)));
 #ifdef BY_BYTES
   int64_t lines = k / CACHE_LINE * CACHE_LINE;
-  int32_t sum = 0;
   steps.low.resize(lines);
   steps.high.resize(lines);
+  uint8_t* __restrict low = steps.low.data();
+  int8_t* __restrict high = steps.high.data();
+  int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < lines; i++) {
-    steps.low[i] = static_cast<uint8_t>(steps.all[i]);
-    steps.high[i] = static_cast<int8_t>(steps.all[i] >> 8);
-    sum += steps.high[i];
+    low[i] = static_cast<uint8_t>(all[i]);
+    high[i] = static_cast<int8_t>(all[i] >> 8);
+    sum += all[i] >> 8;
   }
   steps.sum_of_high = sum;
 #endif
@@ -160,52 +171,70 @@ TARGET inline void gate(const Gate& gate, Member& me) {
   multiply(gate.down, gate.inner, gate.m, gate.y, me);
 }
 
+TARGET inline void softmax(float* x, int64_t n) {
+  float largest = -INFINITY, all = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < n; i++) largest = std::max(x[i], largest);
+#pragma omp simd
+  for (int64_t i = 0; i < n; i++) x[i] = exponential(x[i] - largest);
+#pragma omp simd reduction(+ : all)
+  for (int64_t i = 0; i < n; i++) all += x[i];
+#pragma omp simd
+  for (int64_t i = 0; i < n; i++) x[i] /= all;
+}
+
+// Which of a row's tokens its query sees: all between first and last, but for holes
+struct Seen {
+  int64_t first, last;
+  bool holes;
+};
+
+inline Seen seen(const Attention& a, int64_t row) {
+  if (!a.visible) return {0, a.tokens, false};
+  const bool* visible = a.visible + row * a.visible_row;
+  int64_t first = 0, last = a.tokens, count = 0;
+  while (first < last - 1 && !visible[first * a.visible_token]) first++;
+  while (first < last - 1 && !visible[(last - 1) * a.visible_token]) last--;
+  for (int64_t t = first; t < last; t++) count += visible[t * a.visible_token];
+  return {first, last, count != last - first};
+}
+
 // This member's heads, counted through all rows
 template <class N>
 TARGET void attend(const Attention& a, Range own) {
-  int64_t even = a.width / WIDTH * WIDTH;
+  int64_t even = a.width / WIDTH * WIDTH, of_row = -1;
   float to_scores = 1 / std::sqrt(static_cast<float>(a.width));
+  Seen sees{};
   std::vector<float> scores, q(a.width);
   for (int64_t i = own.first; i < own.last; i++) {
     int64_t row = i / a.heads, head = i % a.heads;
-    const bool* visible = a.visible ? a.visible + row * a.visible_row : nullptr;
-    int64_t first = 0, last = a.tokens;
-    while (visible && first < last - 1 && !visible[first * a.visible_token]) first++;
-    while (visible && first < last - 1 && !visible[(last - 1) * a.visible_token]) last--;
-    int64_t offset = row * a.kv_row + head * a.kv_head + first * a.kv_token;
+    if (row != of_row) sees = seen(a, of_row = row);
+    int64_t tokens = sees.last - sees.first;
+    int64_t offset = row * a.kv_row + head * a.kv_head + sees.first * a.kv_token;
     const N *keys = static_cast<const N*>(a.keys) + offset, *value = static_cast<const N*>(a.values) + offset;
-    for (int64_t c = 0; c < a.width; c++) q[c] = a.q[row * a.q_row + head * a.width + c];
-    scores.resize(last - first + AT_ONCE);
-    for (int64_t t = 0; t < last - first; t += AT_ONCE) {
+    for (int64_t c = 0; c < a.width; c++) q[c] = a.q[row * a.q_row + head * a.width + c] * to_scores;
+    scores.resize(tokens + AT_ONCE);
+    for (int64_t t = 0; t < tokens; t += AT_ONCE) {
       const N* key[AT_ONCE];
       for (int64_t j = 0; j < AT_ONCE; j++) {
-        key[j] = keys + std::min(t + j, last - first - 1) * a.kv_token;
+        key[j] = keys + std::min(t + j, tokens - 1) * a.kv_token;
         ask_for(key[j], a.width, AHEAD / 2);
         ask_for(value + (t + j) * a.kv_token, a.width, 0);
       }
       score(key, q.data(), a.width, &scores[t]);
     }
-    scores.resize(last - first);
-    float largest = -INFINITY, all = 0;
-    for (int64_t t = 0; t < last - first; t++) {
-      scores[t] = visible && !visible[(first + t) * a.visible_token] ? -INFINITY : scores[t] * to_scores;
-      largest = std::max(scores[t], largest);
-    }
-#pragma omp simd reduction(+ : all)
-    for (int64_t t = 0; t < last - first; t++) {
-      scores[t] = scores[t] == -INFINITY ? 0 : exponential(scores[t] - largest);
-      all += scores[t];
-    }
-#pragma omp simd
-    for (int64_t t = 0; t < last - first; t++) scores[t] /= all;
+    scores.resize(tokens);
+    const bool* visible = a.visible + row * a.visible_row + sees.first * a.visible_token;
+    for (int64_t t = 0; sees.holes && t < tokens; t++)
+      if (!visible[t * a.visible_token]) scores[t] = -INFINITY;
+    softmax(scores.data(), tokens);
     float* y = a.y + i * a.width;
     int64_t c = 0;
     for (; c + AT_ONCE * WIDTH <= even; c += AT_ONCE * WIDTH) mix<AT_ONCE>(value + c, a.kv_token, scores, y + c);
     for (; c < even; c += WIDTH) mix<1>(value + c, a.kv_token, scores, y + c);
     std::fill(y + c, y + a.width, 0.0f);
-    for (int64_t t = 0; t < last - first; t++)
-      for (int64_t of_rest = c; of_rest < a.width; of_rest++)
-        y[of_rest] += scores[t] * widen(value[t * a.kv_token + of_rest]);
+    for (int64_t t = 0; t < tokens; t++)
+      for (int64_t rest = c; rest < a.width; rest++) y[rest] += scores[t] * widen(value[t * a.kv_token + rest]);
   }
 }
 

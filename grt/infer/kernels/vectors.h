@@ -54,6 +54,10 @@ struct Numbers {
     else
       static_cast<float*>(at)[i] = value;
   }
+  void set(int64_t first, const float* values, int64_t n) const {
+    for (int64_t i = 0; is_bf16 && i < n; i++) static_cast<bf16*>(at)[first + i] = narrow(values[i]);
+    if (!is_bf16) std::copy(values, values + n, static_cast<float*>(at) + first);
+  }
 };
 
 inline std::vector<float> widened(const Numbers& numbers, int64_t n) {
@@ -61,11 +65,6 @@ inline std::vector<float> widened(const Numbers& numbers, int64_t n) {
   std::vector<float> values(n);
   for (int64_t i = 0; i < n; i++) values[i] = widen(static_cast<bf16*>(numbers.at)[i]);
   return values;
-}
-
-inline void narrowed(const std::vector<float>& values, const Numbers& to) {
-  if (!to.is_bf16) std::copy(values.begin(), values.end(), static_cast<float*>(to.at));
-  for (size_t i = 0; to.is_bf16 && i < values.size(); i++) static_cast<bf16*>(to.at)[i] = narrow(values[i]);
 }
 
 enum class Format { fp32, bf16, int8 };
@@ -90,9 +89,15 @@ struct Linear {
   const float* scale;           // (n) or none
   std::optional<Numbers> bias;  // (n)
 
-  float finished(int64_t i, float sum) const {
-    if (scale) sum *= scale[i];
-    return bias ? sum + (*bias)[i] : sum;
+  // Sums of the products of some of its rows, to outputs
+  void finish(float* sums, Range of) const {
+    int64_t n = of.last - of.first;
+    for (int64_t i = 0; scale && i < n; i++) sums[i] *= scale[of.first + i];
+    if (bias && bias->is_bf16) {
+      for (int64_t i = 0; i < n; i++) sums[i] += widen(static_cast<bf16*>(bias->at)[of.first + i]);
+    } else if (bias) {
+      for (int64_t i = 0; i < n; i++) sums[i] += static_cast<float*>(bias->at)[of.first + i];
+    }
   }
 };
 
@@ -197,6 +202,9 @@ INLINE int64_t total(Ints lanes) {
   for (int64_t i = 0; i < WIDTH; i++) sum += lanes[i];
   return sum;
 }
+INLINE std::array<float, AT_ONCE> totals_of(const Floats v[AT_ONCE]) {
+  return {total(v[0]), total(v[1]), total(v[2]), total(v[3])};
+}
 #include "loops.h"
 #undef TARGET
 }  // namespace portable
@@ -229,6 +237,9 @@ TARGET INLINE int64_t total(Ints lanes) {
   __m128i two = _mm_add_epi64(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
   return _mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1);
 }
+TARGET INLINE std::array<float, AT_ONCE> totals_of(const Floats v[AT_ONCE]) {
+  return {total(v[0]), total(v[1]), total(v[2]), total(v[3])};
+}
 #include "loops.h"
 #undef TARGET
 }  // namespace avx2
@@ -245,8 +256,18 @@ TARGET INLINE Floats load(const bf16* x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 TARGET INLINE Floats add_products(Floats a, Floats b, Floats sums) { return _mm512_fmadd_ps(a, b, sums); }
-TARGET INLINE float total(Floats lanes) { return _mm512_reduce_add_ps(lanes); }
-TARGET INLINE __m128i totals_of(const Ints v[AT_ONCE]) {  // by adding what two of them interleave to
+// By adding what two of them interleave to
+TARGET INLINE std::array<float, AT_ONCE> totals_of(const Floats v[AT_ONCE]) {
+  Floats ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  Floats cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  Floats low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xee), abcd = _mm512_add_ps(low, high);
+  __m512 swapped = _mm512_shuffle_f32x4(abcd, abcd, 0x4e);
+  __m256 half = _mm512_castps512_ps256(_mm512_add_ps(abcd, swapped));
+  std::array<float, AT_ONCE> sums;
+  _mm_storeu_ps(sums.data(), _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  return sums;
+}
+TARGET INLINE __m128i totals_of(const Ints v[AT_ONCE]) {
   Ints ab = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
   Ints cd = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
   Ints abcd = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
@@ -267,12 +288,11 @@ struct FourInts {
       high[j] = _mm512_dpbusd_epi32(high[j], _mm512_xor_si512(v, _mm512_set1_epi8(-128)), of_high);
     }
   }
-  TARGET INLINE std::array<int64_t, AT_ONCE> totals(const Steps& x) const {
-    __m256i of_low = _mm256_cvtepi32_epi64(totals_of(low)), of_high = _mm256_cvtepi32_epi64(totals_of(high));
-    of_high = _mm256_sub_epi64(of_high, _mm256_set1_epi64x(128 * static_cast<int64_t>(x.sum_of_high)));
-    std::array<int64_t, AT_ONCE> sums;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums.data()),
-                        _mm256_add_epi64(_mm256_slli_epi64(of_high, 8), of_low));
+  TARGET INLINE std::array<double, AT_ONCE> totals(const Steps& x) const {  // of integers that a double holds exactly
+    __m256d of_low = _mm256_cvtepi32_pd(totals_of(low)), of_high = _mm256_cvtepi32_pd(totals_of(high));
+    of_high = _mm256_sub_pd(of_high, _mm256_set1_pd(128.0 * x.sum_of_high));
+    std::array<double, AT_ONCE> sums;
+    _mm256_storeu_pd(sums.data(), _mm256_add_pd(_mm256_mul_pd(of_high, _mm256_set1_pd(256)), of_low));
     return sums;
   }
 };
