@@ -17,12 +17,25 @@ METHODS = ROOT / "results" / "methods"
 FOLDERS = sorted(path.parent for path in METHODS.glob("*/eval.json"))
 
 
-@pytest.fixture(scope="module")
-def methods_table():
-    spec = importlib.util.spec_from_file_location("methods_table", ROOT / "dev" / "methods_table.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "dev" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def methods_table():
+    return script("methods_table")
+
+
+def test_readme_has_what_was_measured():
+    measured, readme = script("measured"), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert measured.BEGIN in readme and measured.with_section(readme) == readme, "run python dev/measured.py"
+    stored = [path for folder in ("bench", "models") for path in (ROOT / "results" / folder).iterdir()]
+    assert {
+        path.relative_to(ROOT / "results").with_suffix("").as_posix() for path in stored
+    } == measured.COMMANDS.keys()
 
 
 def test_the_table_of_methods_is_built_from_its_files(methods_table):

@@ -3,6 +3,8 @@
 `cached`: prompts are read at once, then each token goes through a KV cache. `paper`: as the paper's own measurement
 seems to have been made: no cache; each token costs a forward pass over the last `context` tokens.
 
+With kept weights, a tape of the pass stands in for compiling (grt/infer/tape.py).
+
 Contestants are GRT isoFLOP, dense of equal block executions and, with a cache, transformers' GPT-2 on the weights of
 that dense model. Weights are random, in bf16 or fp32 throughout, or ours kept apart (`weights`,
 grt/infer/quantize.py). They take turns in one process; ratios are taken

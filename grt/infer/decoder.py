@@ -111,7 +111,8 @@ class Decoder:
 
     def _next(self, ids: Tensor) -> Tensor:
         if self.tape is not None:
-            self.cache.repeat(self.steps.steps)
+            core: Any = self.cache.core
+            core.executed = self.steps.steps  # as extend() would have it, which is not called
             return self.tape(ids)
         head: Any = self.model.embed.tokens.weight
         if self.fixed_shapes and self.cache.batch == 1 and type(head) is Kept and head.fast and not self.unrecordable:

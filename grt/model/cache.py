@@ -182,11 +182,6 @@ class KVCache:
         before = (keys < own) & self.real[:, None, None, :T]
         return before if strictly else before | (keys == own)  # padding sees itself: no row is empty
 
-    def repeat(self, steps: int) -> None:
-        """A pass of so many steps, as the last one, takes place without begin() and extend()."""
-        assert isinstance(self.core, SharedSteps)
-        self.core.executed = steps
-
     def extend(self, where: Where, k: Tensor, v: Tensor) -> Seen:
         """Store what the new tokens computed (B, H, m, c) at (section, block, step)."""
         section, block, step = where
