@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from grt.config import VERSION, ConfigError, RunConfig, at_least, identity
+from grt.config import VERSION, ConfigError, RunConfig, Weights, at_least, identity
 from grt.data.tokenizer import Tokenizer, get_tokenizer
 from grt.evals.continuations import AtOnce, Halting, HaltingTokenByToken, Scorer, TokenByToken
 from grt.evals.scores import ScoreFile, Scores
 from grt.exits import NOBODY, Wanted, find_exit, home_of
+from grt.infer.quantize import keep_weights
 from grt.model.cache import KVCache
 from grt.model.exit import Exit
 from grt.model.precision import dtype_name, resolve_device, resolve_dtype
@@ -35,14 +36,14 @@ console = Output()
 def task_report(
     run: Path, names: Sequence[str], *, data_dir: Path | None = None, depths: Sequence[int] | None = None,
     kv: Sequence[str] = (), limit: int | None = None, batch_size: int | None = None, dtype: str = "fp32",
-    device: str = "auto", cache: Path | None = None, exit: Wanted = NOBODY,
+    device: str = "auto", cache: Path | None = None, exit: Wanted = NOBODY, weights: Weights | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of `grt eval --tasks`: what lm-evaluation-harness measures, zero-shot, with standard errors, at
     each of `depths` (default R) under each of the strategies `kv` (default full), and every setting.
 
     batch_size: requests at a time (None: as many as make BATCH_TOKENS). cache: where scores are kept (default:
-    RUN/scores). exit: tokens leave on their own, at each depth at the latest. ConfigError for what cannot be
-    measured, before anything is computed.
+    RUN/scores). exit: tokens leave on their own, at each depth at the latest. weights: as for keep_weights. ConfigError
+    for what cannot be measured, before anything is computed.
     """
     start = time.perf_counter()
     benchmarks = need_lm_eval()
@@ -51,6 +52,7 @@ def task_report(
     where = resolve_device(device)
     checkpoint, _ = find_checkpoint(run)
     model, config = load_model(checkpoint, where)
+    keep_weights(model, weights, torch.float32)
     precision = resolve_dtype(dtype, where, config.model.d_model)
     ways, halting = ways_to_score(model, depths, kv, checkpoint, exit, precision)
     tokenizer = get_tokenizer(config.data.tokenizer)
@@ -60,7 +62,8 @@ def task_report(
         tasks = benchmarks.load_tasks(list(dict.fromkeys(names)), data_dir, Path(scratch))
         rows = []
         for strategy, (scorer, at) in ways.items():
-            file = ScoreFile(folder, {**decided_by, "kv": strategy})
+            kept = {} if weights in (None, "fp32") else {"kept": weights}
+            file = ScoreFile(folder, {**decided_by, **kept, "kv": strategy})
             scores = Scores(scorer, at, file, config.model.context, batch_size)
             rows += [{"kv": strategy, **row} for row in measure(tasks, scores, tokenizer, limit)]
         described = {name: benchmarks.describe(task, limit) for name, task in tasks.items()}
@@ -74,6 +77,7 @@ def task_report(
         "limit": limit,
         "batch_size": batch_size or "auto",
         **decided_by,
+        "kept": weights or "fp32",
         "kv": list(ways),
         "depths": sorted({row["depth"] for row in rows}),
         "seed": config.train.seed,
@@ -183,7 +187,8 @@ def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def show_tasks(report: dict[str, Any]) -> None:
     rows, tasks = report["results"], report["tasks"]
     metrics = list(dict.fromkeys(name for row in rows for name in row if f"{name}_stderr" in row))
-    table = Table(title=f"{report['run']} at step {report['step']}, zero-shot, with standard errors")
+    kept = "" if report["kept"] == "fp32" else f", weights {report['kept']}"
+    table = Table(title=f"{report['run']} at step {report['step']}{kept}, zero-shot, with standard errors")
     for column in ("task", "kv", "depth", "mean depth", "items", *metrics):
         table.add_column(column, justify="left" if column in ("task", "kv") else "right")
     for row in rows:

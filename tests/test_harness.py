@@ -256,12 +256,23 @@ def test_tokens_that_leave_on_their_own(nine, capsys, tmp_path):
     assert len({row["perplexity"] for row in rows if row["task"] == "lambada_openai"}) == 4
 
 
+def test_weights_that_are_kept_have_scores_of_their_own(nine, capsys, tmp_path):
+    options = ("--tasks", "arc_easy,lambada_openai", "--data-dir", ITEMS, "--cache", tmp_path, "--kv", "full", "mean")
+    reports = {kept: evaluated(capsys, NANO, *options, "--weights", kept) for kept in ("fp32", "bf16", "int8")}
+    of = {kept: [row["perplexity"] for row in r["results"] if "perplexity" in row] for kept, r in reports.items()}
+    assert [r["kept"] for r in reports.values()] == ["fp32", "bf16", "int8"] and reports["int8"]["dtype"] == "fp32"
+    assert of["bf16"] == pytest.approx(of["fp32"], rel=1e-4)  # this model's weights are of bf16 anyway
+    assert of["int8"] == pytest.approx(of["fp32"], rel=0.1) and of["int8"] != of["bf16"]
+    assert evaluated(capsys, NANO, *options)["results"] == reports["fp32"]["results"]
+    assert len(list(tmp_path.iterdir())) == 6
+
+
 def test_the_report_names_every_setting_and_a_table_shows_it(nine, capsys):
     report, folder = nine
     settings = {
         "run", "step", "tasks", "results", "averages", "data_dir", "limit", "batch_size", "grt", "weights", "model",
         "tokenizer", "context", "exit", "routing", "dtype", "device", "kv", "depths", "seed", "commit", "versions",
-        "scores", "seconds",
+        "scores", "seconds", "kept",
     }  # fmt: skip
     assert report.keys() == settings and report["exit"] is None and report["depths"] == [1, 6]
     arc = report["tasks"]["arc_challenge"]

@@ -11,7 +11,7 @@ from grt.config import ConfigError, Weights
 from grt.options import Device, Run, parse
 
 # Options that mean nothing beside --tasks, and those that mean nothing without it.
-OF_THE_LOSS = ("data", "windows", "routing", "cloze", "weights")
+OF_THE_LOSS = ("data", "windows", "routing", "cloze")
 OF_TASKS = ("data_dir", "limit", "cache")
 
 
@@ -104,5 +104,6 @@ def task_evaluation(command: Eval) -> tuple[dict[str, Any], Any]:
         command.run, names, data_dir=command.data_dir, depths=command.depth, kv=command.kv, limit=command.limit,
         batch_size=None if command.batch_size == "auto" else command.batch_size, dtype=command.dtype,
         device=command.device, cache=command.cache, exit=Wanted(command.exit, command.threshold, command.budget),
+        weights=command.weights,
     )  # fmt: skip
     return report, show_tasks
