@@ -1,7 +1,11 @@
 """The pass of one token from a tape: the same logits as without one, and passes that no tape can repeat."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from tiny import ROOT
 from tiny_model import build_tiny
 
 from grt.infer import kernels
@@ -118,3 +122,17 @@ def test_what_no_tape_can_repeat_is_refused(work):
     with pytest.raises(Unrecordable):
         Tape(work, torch.ones(1, 4))
     assert torch.equal(Tape(lambda x: x.sigmoid(), torch.zeros(1, 4)).result, torch.full((1, 4), 0.5))
+
+
+def test_the_first_token_does_not_wait_for_a_compiler_to_load():
+    """torch._dynamo takes seconds to import; a tape is for who does not want to wait."""
+    code = (
+        "import sys, torch; from pathlib import Path; from grt.infer.decoder import Decoder; "
+        "from grt.infer.quantize import keep_weights; from grt.train.checkpoint import find_checkpoint, load_model; "
+        "model, _ = load_model(find_checkpoint(Path('models/grt-nano'))[0], torch.device('cpu')); "
+        "decoder = Decoder(keep_weights(model, 'int8', torch.float32), [[1, 2]], 3); "
+        "decoder.prefill(); decoder.step(torch.tensor([5])); "
+        "print(decoder.tape is not None, 'torch._dynamo' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["True", "False"]

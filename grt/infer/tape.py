@@ -54,6 +54,10 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.seen: list[Any] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiler looks at what is recorded; to keep one away, torch would load it, for seconds
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
