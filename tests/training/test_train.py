@@ -1,62 +1,28 @@
-"""Training: what a step computes, what it logs, and what the monitors say about it."""
+"""Training: what a step computes and what it logs."""
 
-import errno
 import importlib.util
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib import pyplot
-from matplotlib.figure import Figure
-from PIL import Image
-from tiny import finish, quick, rows, run_until, tiny, write_text
-from torch.nn import functional as F
+from tiny import finish, rows, run_until
 
 import grt
 from grt.config import ConfigError, OptimConfig
 from grt.data.loader import batch
-from grt.evals.loss import Evaluation
 from grt.methods import build_model
 from grt.model.cost import training_forward_flops
 from grt.presets import change, grt_nano
-from grt.train.log import MetricsLog, read_metrics
 from grt.train.loop import Trainer, slot_seed
-from grt.train.monitor import monitor, warnings_for
 from grt.train.optim import learning_rate, make_optimizer
-from grt.train.plots import draw_curve
 
 TRAIN = "kind step tokens loss loss_lm aux lr grad_norm depth tokens_per_s mfu seconds peak_bytes"
 EVAL = "kind step split tokens loss loss_by_depth bits_per_byte"
 MONITOR = "kind step warnings gate_mean gate_sd gate_saturation noise_to_signal state_change token_correlation"
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    quick(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture
-def config(data):
-    return tiny(data)
-
-
-@pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):
-    """A finished run of 30 steps: (folder, trainer)."""
-    with pytest.MonkeyPatch.context() as patch:
-        quick(patch, curve=True)
-        out = tmp_path_factory.mktemp("trained") / "run"
-        return out, finish(tiny(data), out)
 
 
 # The log
@@ -285,189 +251,3 @@ def test_train_from_python(config, tmp_path):
 @pytest.mark.parametrize("name", grt.__all__)
 def test_no_package_takes_the_place_of_a_public_name(name):
     assert getattr(grt, name) is not None and importlib.util.find_spec(f"grt.{name}") is None
-
-
-# Monitors
-
-
-@torch.no_grad()
-def naive_monitor(model, ids) -> dict[str, list[float]]:
-    """The equations with concatenated inputs, and each statistic from its definition."""
-    torch.manual_seed(0)
-    rule, config, ctx = model.rule, model.config, grt.LoopContext()
-    h = h_pre = model.prelude(model.embed(ids), ctx)
-    found: dict[str, list[float]] = {key: [] for key in MONITOR.split()[3:]}
-    for _ in range(config.blocks.R):
-        eps = config.state_noise * torch.randn_like(h)
-        o = model.core(rule.proj(torch.cat([h + eps, h_pre], -1)), ctx)
-        z = rule.gate.up(torch.cat([rule.ln_state(h), rule.ln_anchor(h_pre)], -1))
-        a = rule.gate.down(F.silu(z)) / config.gate_temperature
-        g = torch.sigmoid(a + config.gate_noise * torch.randn_like(a))
-        new = g * h + (1 - g) * o
-        values = g.flatten().numpy().astype(float)
-        found["gate_mean"].append(values.mean())
-        found["gate_sd"].append(values.std(ddof=1))
-        found["gate_saturation"].append(np.mean((values < 0.01) | (values > 0.99)))
-        found["noise_to_signal"].append((eps.square().sum().sqrt() / h.square().sum().sqrt()).item())
-        found["state_change"].append(((new - h).norm(dim=-1) / new.norm(dim=-1)).mean().item())
-        pairs = [(row[i], row[j]) for row in new for i in range(len(row)) for j in range(i)]
-        found["token_correlation"].append(np.mean([F.cosine_similarity(a, b, dim=0).item() for a, b in pairs]))
-        h = new
-    return found
-
-
-@pytest.mark.parametrize("bias", [-5.0, 0.0, 4.0])
-def test_monitors_by_hand(config, bias):
-    torch.manual_seed(0)
-    config = change(config, model={"gate_bias": bias, "state_noise": 0.3, "gate_noise": 0.7, "gate_temperature": 1.5})
-    model = build_model(config.model).train()
-    for p in model.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    ids = torch.randint(257, (4, 16))
-    before = torch.get_rng_state()
-    found = monitor(model, ids, torch.float32)
-    assert torch.equal(before, torch.get_rng_state())
-    expected = naive_monitor(model, ids)
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert len(found[name]) == 3 and found[name] == pytest.approx(values, rel=1e-3, abs=1e-5), name
-    assert 0 < found["gate_saturation"][0] < 1 or bias == 0
-
-
-def test_the_monitors_of_a_run_are_those_of_its_model(trained):
-    out, trainer = trained
-    ids, _ = batch(trainer.val_split, seed=0, step=0, slot=0, rows=range(4), context=16)
-    row = rows(out, "monitor")[-1]
-    for name, values in naive_monitor(trainer.model, ids).items():
-        assert row[name] == pytest.approx(values, rel=1e-3, abs=1e-5), name
-
-
-@pytest.mark.parametrize(
-    ("losses", "warned"),
-    [
-        ({0: 5.0, 1: 3.0, 2: 2.0, 3: 3.0}, True), ({0: 5.0, 1: 3.0, 2: 2.0, 3: 3.1}, True),
-        ({0: 1.0, 1: 3.0, 2: 3.5, 3: 2.999}, False), ({0: 5.0, 1: 3.0}, False), ({0: 5.0}, False),
-    ],
-)  # fmt: skip
-def test_ignored_depth_is_a_warning(losses, warned):
-    assert len(warnings_for(losses, {})) == warned
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ({"token_correlation": [0.5, 0.992, 0.999]}, "the states of all tokens point in one direction after step 2"),
-        ({"token_correlation": [0.5, 0.9]}, None),
-        ({"alive_share": [1.0, 0.25, 0.0, 0.0]}, "no token reaches step 3"),
-        ({"alive_share": [1.0, 1e-9]}, None),
-    ],
-)
-def test_known_failures_are_warnings(values, told):
-    found = warnings_for({0: 5.0, 1: 3.0, 2: 2.0}, values)
-    assert [text.startswith(told) for text in found] == [True] if told else found == []
-
-
-@pytest.mark.parametrize("at_full_depth", [2.0, 3.0])
-def test_the_warning_reaches_people_and_the_log(config, tmp_path, monkeypatch, capsys, at_full_depth):
-    losses = {0: 5.0, 1: 3.0, 2: 2.5, 3: at_full_depth}
-    monkeypatch.setattr("grt.train.loop.evaluate", lambda *a, **k: Evaluation(losses, 1, 16, 1.0))
-    finish(change(config, train={"steps": 1}), tmp_path / "run")
-    warned = "warning: depth is ignored so far: loss 3.0000 at depth 3 is not below 3.0000" in capsys.readouterr().out
-    assert warned == (at_full_depth == 3.0) == bool(rows(tmp_path / "run", "monitor")[0]["warnings"])
-
-
-# The curve
-
-
-def test_the_curve_is_a_png(trained, tmp_path):
-    with Image.open(trained[0] / "curve.png") as image:
-        assert image.format == "PNG" and min(image.size) > 300
-        colours = len(image.convert("RGB").getcolors(2**24))
-    draw_curve([trained[0], trained[0]], tmp_path / "two.png")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/metrics.jsonl").write_text("")
-    draw_curve([tmp_path / "empty"], tmp_path / "none.png")
-    with Image.open(tmp_path / "none.png") as image:
-        assert len(image.convert("RGB").getcolors(2**24)) < colours
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_a_curve_that_cannot_be_written_does_not_end_the_run(config, tmp_path, monkeypatch, capsys):
-    def refuse(runs, out):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("grt.train.loop.draw_curve", refuse)
-    finish(change(config, train={"steps": 2}), tmp_path / "run")
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.startswith(f"warning: {tmp_path / 'run/curve.png'} cannot be drawn")
-    assert "No space left" in told
-
-
-def test_a_curve_that_fails_leaves_nothing_behind(trained, tmp_path, monkeypatch):
-    def refuse(figure, path, **options):
-        Path(path).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", refuse)
-    with pytest.raises(OSError, match="No space"):
-        draw_curve([trained[0]], tmp_path / "curve.png")
-    assert not list(tmp_path.iterdir()) and not pyplot.get_fignums()
-
-
-def test_a_finished_run_without_its_curve_gets_it_at_a_resume(config, tmp_path, monkeypatch):
-    """A kill may come after the last checkpoint and before its curve."""
-    drawn = []
-    monkeypatch.setattr("grt.train.loop.draw_curve", lambda runs, out: drawn.append(out))
-    config = change(config, train={"steps": 2})
-    finish(config, tmp_path / "run")
-    assert drawn == [tmp_path / "run/curve.png"]  # once, not twice
-    finish(config, tmp_path / "run", resume=True)
-    assert len(drawn) == 2
-
-
-# Damage in the log
-
-GOOD = {
-    "train": {"kind": "train", "step": 1, "tokens": 128, "loss_lm": 2.0, "seconds": 1.0, "depth": [1, 2]},
-    "eval": {"kind": "eval", "step": 1, "loss": 2.0, "bits_per_byte": 3.0, "loss_by_depth": {"0": 3.0, "1": 2.0}},
-    "monitor": {"kind": "monitor", "step": 1},
-    "event": {"kind": "event", "step": 1, "event": "save"},
-}
-
-
-def spoilt() -> list[str]:
-    """Rows of each kind with each field absent or of a wrong type, and lines of other kinds."""
-    bad: list[object] = [[], 3, None, {}, {"kind": "other", "step": 1}, {"kind": ["train"], "step": 1}]
-    for row in GOOD.values():
-        for name in row:
-            bad.append({k: v for k, v in row.items() if k != name})
-            bad += [row | {name: value} for value in (None, True, "x", ["x"], {"x": 1}, math.nan, math.inf)]
-    bad.remove(GOOD["event"] | {"event": "x"})
-    bad += [GOOD["train"] | {"step": 0}, GOOD["eval"] | {"step": -1}, GOOD["train"] | {"depth": [1.5]}]
-    lines = [json.dumps(row) for row in bad]
-    return [*lines, json.dumps(GOOD["train"]).replace("2.0", "1e999"), "9" * 5000, "[" * 10**5, "half", ""]
-
-
-@pytest.mark.parametrize("line", spoilt(), ids=lambda line: line[:60])
-def test_a_line_of_a_wrong_shape_is_left_out(tmp_path, line):
-    path, good = tmp_path / "metrics.jsonl", [json.dumps(row) for row in GOOD.values()]
-    path.write_text("\n".join([good[0], line, *good[1:]]) + "\n")
-    with pytest.warns(UserWarning, match=r"metrics.jsonl: line 2 cannot be read"):
-        assert read_metrics(path) == list(GOOD.values())
-
-
-def test_validations_at_different_depths_are_drawn(tmp_path):
-    other = GOOD["eval"] | {"step": 2, "loss_by_depth": {"3": 1.0}}
-    rows = [GOOD["train"], GOOD["eval"], other]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tr')
-    draw_curve([tmp_path], tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").exists()
-
-
-def test_a_full_disk_names_the_log(config, tmp_path):
-    if not Path("/dev/full").exists():
-        pytest.skip("there is no /dev/full")
-    log = MetricsLog(Path("/dev/full"))
-    with pytest.raises(ConfigError, match=r"/dev/full cannot be written \(No space left on device\): make room"):
-        log.write("event", 1, event="save")
-    log.close()
