@@ -112,6 +112,10 @@ def test_a_tape_takes_new_numbers_only_by_its_input():
     "work",
     [
         lambda x: x.cumsum(-1),
+        lambda x: x.argmax(-1) + x.argmax(-1),
+        lambda x: torch.stack((x.double(), x.double())),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x.add_(x),
         lambda x: x + 1,
         lambda x: x + x.view(4, 1),
         lambda x: torch.stack((x, x), 1),

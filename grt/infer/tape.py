@@ -64,7 +64,10 @@ class Recorder(TorchDispatchMode):
         y = func(*args, **(kwargs or {}))
         self.seen.append((args, kwargs, y))
         if func in WORKS:
-            WORKS[func](y, *args, **(kwargs or {}))
+            try:
+                WORKS[func](y, *args, **(kwargs or {}))
+            except RuntimeError as error:  # of a type, say, that they do not read
+                raise Unrecordable(str(func)) from error
         elif func.namespace != "grt" and not only_looks(func, args, y):
             raise Unrecordable(str(func))
         return y
