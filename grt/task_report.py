@@ -45,24 +45,21 @@ def task_report(
     RUN/scores). exit: tokens leave on their own, at each depth at the latest. weights: as for keep_weights. ConfigError
     for what cannot be measured, before anything is computed.
     """
-    start = time.perf_counter()
-    benchmarks = need_lm_eval()
+    start, benchmarks = time.perf_counter(), need_lm_eval()
     for name, value in (("limit", limit), ("batch_size", batch_size)):
         at_least(name, 1 if value is None else value, 1)
-    where = resolve_device(device)
-    checkpoint, _ = find_checkpoint(run)
+    where, checkpoint = resolve_device(device), find_checkpoint(run)[0]
     model, config = load_model(checkpoint, where)
     keep_weights(model, weights, torch.float32)
     precision = resolve_dtype(dtype, where, config.model.d_model)
     ways, halting = ways_to_score(model, depths, kv, checkpoint, exit, precision)
     tokenizer = get_tokenizer(config.data.tokenizer)
     decided_by = settings(config, checkpoint, tokenizer, model, precision, halting)
-    folder = cache or home_of(checkpoint) / "scores"
+    folder, kept = cache or home_of(checkpoint) / "scores", {"kept": weights} if weights in ("bf16", "int8") else {}
     with tempfile.TemporaryDirectory() as scratch:
         tasks = benchmarks.load_tasks(list(dict.fromkeys(names)), data_dir, Path(scratch))
         rows = []
         for strategy, (scorer, at) in ways.items():
-            kept = {} if weights in (None, "fp32") else {"kept": weights}
             file = ScoreFile(folder, {**decided_by, **kept, "kv": strategy})
             scores = Scores(scorer, at, file, config.model.context, batch_size)
             rows += [{"kv": strategy, **row} for row in measure(tasks, scores, tokenizer, limit)]
