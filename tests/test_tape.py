@@ -14,8 +14,13 @@ from grt.infer.quantize import keep_weights
 from grt.infer.tape import Tape, Unrecordable
 from grt.methods import METHODS
 
-pytestmark = pytest.mark.skipif(not kernels.load(), reason="no C++ compiler here")
 PLAYED = {"dense", "grt", "poisson", "ouro", "ladder", "ladder-noise", "ladder-inject"}
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    if not kernels.load():
+        pytest.skip("no C++ compiler here")
 
 
 def kept(method="grt", weights="fp32", dtype=torch.float32):

@@ -86,7 +86,7 @@ Linear linear_of(const Tensor& weight, const MaybeTensor& scale, const MaybeTens
 
 Norm norm_of(const Tensor& gain, const Tensor& shift, double eps, int64_t k) {
   STD_TORCH_CHECK(gain.numel() == k && shift.numel() == k, "a norm must have one gain and one shift for each input");
-  return {numbers(gain), numbers(shift), static_cast<float>(eps)};
+  return {numbers(gain), numbers(shift), static_cast<float>(eps), true};
 }
 
 std::shared_ptr<float[]> room(int64_t n) { return std::shared_ptr<float[]>(new float[n]); }
@@ -199,20 +199,20 @@ std::function<std::vector<float>()> reader(const Tensor& x, int64_t n) {
   return [=] { return one ? std::vector<float>(n, given[0]) : widened(given, n); };
 }
 
-// kind: a, a + b, a b, sigmoid(a), silu(a), or from a to b by a part c of the way
-void elementwise(const Tensor& y, int64_t kind, const Tensor& a, const MaybeTensor& b, const MaybeTensor& c) {
+// kind: copy a, add, mul, sigmoid of a, or lerp, from a to b by a part c of the way
+void elementwise(const Tensor& y, std::string kind, const Tensor& a, const MaybeTensor& b, const MaybeTensor& c) {
   int64_t n = y.numel();
   Numbers to = numbers(y);
   auto read_a = reader(a, n), read_b = reader(b ? *b : a, n), read_c = reader(c ? *c : a, n);
+  bool add = kind == "add", mul = kind == "mul", sigmoid = kind == "sigmoid", lerp = kind == "lerp";
   alone([=](Member&) {
     std::vector<float> x = read_a(), other, part;
-    if (kind == 1 || kind == 2 || kind == 5) other = read_b();
-    if (kind == 5) part = read_c();
-    for (int64_t i = 0; kind == 1 && i < n; i++) x[i] += other[i];
-    for (int64_t i = 0; kind == 2 && i < n; i++) x[i] *= other[i];
-    for (int64_t i = 0; kind == 3 && i < n; i++) x[i] = 1 / (1 + exponential(-x[i]));
-    for (int64_t i = 0; kind == 4 && i < n; i++) x[i] /= 1 + exponential(-x[i]);
-    for (int64_t i = 0; kind == 5 && i < n; i++) {
+    if (add || mul || lerp) other = read_b();
+    if (lerp) part = read_c();
+    for (int64_t i = 0; add && i < n; i++) x[i] += other[i];
+    for (int64_t i = 0; mul && i < n; i++) x[i] *= other[i];
+    for (int64_t i = 0; sigmoid && i < n; i++) x[i] = 1 / (1 + exponential(-x[i]));
+    for (int64_t i = 0; lerp && i < n; i++) {
       float way = other[i] - x[i];
       x[i] = part[i] < 0.5f ? x[i] + part[i] * way : other[i] - way * (1 - part[i]);
     }
@@ -224,21 +224,13 @@ void elementwise(const Tensor& y, int64_t kind, const Tensor& a, const MaybeTens
 void norm_alone(const Tensor& y, const Tensor& x, const MaybeTensor& gain, const MaybeTensor& shift, double eps,
                 bool centred) {
   int64_t d = x.size(-1), n = x.numel();
+  Norm norm{std::nullopt, std::nullopt, static_cast<float>(eps), centred};
+  if (gain) norm.gain = numbers(*gain);
+  if (shift) norm.shift = numbers(*shift);
   Numbers from = numbers(x), to = numbers(y);
-  std::optional<Numbers> times, plus;
-  if (gain) times = numbers(*gain);
-  if (shift) plus = numbers(*shift);
   alone([=](Member&) {
-    std::vector<float> all = widened(from, n), g = times ? widened(*times, d) : std::vector<float>(d, 1);
-    std::vector<float> s = plus ? widened(*plus, d) : std::vector<float>(d, 0);
-    for (float* row = all.data(); row < all.data() + n; row += d) {
-      float mean = 0, squares = 0;
-      for (int64_t i = 0; centred && i < d; i++) mean += row[i];
-      mean /= d;
-      for (int64_t i = 0; i < d; i++) squares += (row[i] - mean) * (row[i] - mean);
-      float to_unit = 1 / std::sqrt(squares / d + static_cast<float>(eps));
-      for (int64_t i = 0; i < d; i++) row[i] = (row[i] - mean) * to_unit * g[i] + s[i];
-    }
+    std::vector<float> all = widened(from, n);
+    for (float* row = all.data(); row < all.data() + n; row += d) portable::norm(norm, row, d, row);
     to.set(0, all.data(), n);
   });
 }
@@ -291,7 +283,7 @@ STABLE_TORCH_LIBRARY(grt, m) {
   m.def("erase(int tape) -> ()");
   m.def("pick(Tensor(a!) y, Tensor table, Tensor ids, int row_bytes) -> ()");
   m.def("put(Tensor(a!) store, Tensor index, Tensor x, int outer, int length, int bytes) -> ()");
-  m.def("elementwise(Tensor(a!) y, int kind, Tensor a, Tensor? b=None, Tensor? c=None) -> ()");
+  m.def("elementwise(Tensor(a!) y, str kind, Tensor a, Tensor? b=None, Tensor? c=None) -> ()");
   m.def("norm(Tensor(a!) y, Tensor x, Tensor? gain, Tensor? shift, float eps, bool centred) -> ()");
 }
 

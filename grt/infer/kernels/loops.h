@@ -30,7 +30,7 @@ TARGET void rows(const Linear& linear, const std::vector<X>& x, const Numbers& y
   using Four = std::conditional_t<sizeof(W) == 1, FourInts, FourFloats>;
   constexpr int64_t LINE = CACHE_LINE / sizeof(W);
   int64_t k = linear.k, lines = k / LINE * LINE, count = own.last - own.first;
-  std::vector<float> results(x.size() * count + AT_ONCE);
+  std::vector<float> results(x.size() * count);
   for (int64_t n = 0; n < count; n += AT_ONCE) {
     const W* w[AT_ONCE];
     for (int64_t j = 0; j < AT_ONCE; j++)  // the last row stands in for those that would be behind it
@@ -45,12 +45,7 @@ TARGET void rows(const Linear& linear, const std::vector<X>& x, const Numbers& y
       for (int64_t i = lines; i < k; i++)
         for (int64_t j = 0; j < AT_ONCE; j++) sums[j] += widen(w[j][i]) * x[row][i];
       float* to = &results[row * count + n];
-      int64_t behind = std::min(AT_ONCE, count - n);
-      if (behind == AT_ONCE) {
-        for (int64_t j = 0; j < AT_ONCE; j++) to[j] = static_cast<float>(sums[j]) * size_of(x[row]);
-      } else {
-        for (int64_t j = 0; j < behind; j++) to[j] = static_cast<float>(sums[j]) * size_of(x[row]);
-      }
+      for (int64_t j = 0; j < std::min(AT_ONCE, count - n); j++) to[j] = static_cast<float>(sums[j]) * size_of(x[row]);
     }
   }
   for (size_t row = 0; row < x.size(); row++) {
@@ -114,11 +109,13 @@ TARGET inline void norm(const Norm& norm, const float* x, int64_t d, float* y) {
   float sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < d; i++) sum += x[i];
-  float mean = sum / d;
+  float mean = norm.centred ? sum / d : 0;
 #pragma omp simd reduction(+ : squares)
   for (int64_t i = 0; i < d; i++) squares += (x[i] - mean) * (x[i] - mean);
   float to_unit = 1 / std::sqrt(squares / d + norm.eps);
-  for (int64_t i = 0; i < d; i++) y[i] = (x[i] - mean) * to_unit * norm.gain[i] + norm.shift[i];
+  for (int64_t i = 0; i < d; i++) y[i] = (x[i] - mean) * to_unit;
+  for (int64_t i = 0; norm.gain && i < d; i++) y[i] *= (*norm.gain)[i];
+  for (int64_t i = 0; norm.shift && i < d; i++) y[i] += (*norm.shift)[i];
 }
 
 TARGET inline void product(const Product& p, Member& me) {

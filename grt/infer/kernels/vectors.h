@@ -102,8 +102,9 @@ struct Linear {
 };
 
 struct Norm {
-  Numbers gain, shift;
+  std::optional<Numbers> gain, shift;
   float eps;
+  bool centred;
 };
 
 // y (m, n) of x (m, k)
