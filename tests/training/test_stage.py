@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import finish, quick, result, rows, run_until, tiny, write_text
+from tiny import finish, quick, result, rows, run_until, tiny
 
 from grt.config import ConfigError
 from grt.model.context import LoopContext
@@ -14,16 +14,6 @@ from grt.presets import change
 from grt.train.loop import Trainer
 
 GATE = {"rule.gate.weight", "rule.gate.bias"}
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    quick(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 def first(data, method="ouro", **train):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import finish, quick, rows, run_until, tiny, write_text
+from tiny import finish, rows, run_until, tiny
 
 from grt.config import ConfigError, ModelConfig, config_hash
 from grt.evals.loss import evaluate
@@ -21,16 +21,6 @@ from grt.train.loop import Trainer
 
 CASES = [(method, "1+1x3+1") for method in METHODS] + [("ladder", "2L")]
 TOKENS = np.random.RandomState(2).randint(0, 23, size=100).tolist()
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    quick(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 def pair(method: str = "grt", layout: str = "1+1x3+1", multiple: int = 16, **fields):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from tiny import finish, quick, rows, run_until, tiny, write_text
+from tiny import finish, quick, rows, run_until, tiny
 
 from grt.config import ConfigError, config_hash, load
 from grt.methods import METHODS
@@ -13,16 +13,6 @@ from grt.presets import change
 from grt.train.checkpoint import load_model, sha256, weights_file
 from grt.train.initial import check_source
 from grt.train.loop import Trainer
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    quick(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

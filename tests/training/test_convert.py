@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny import ROOT, finish, quick, rows, tiny, write_text
+from tiny import ROOT, finish, quick, rows, tiny
 
 from grt.config import ConfigError, Layout, load
 from grt.methods import METHODS, build_model
@@ -170,16 +170,6 @@ def test_a_dense_layout_may_have_its_blocks_behind(tiny, ids):
     model = tiny("rrt", lora_rank=16)
     convert(model, dense.state_dict(), dense.config.blocks, "average")
     torch.testing.assert_close(model(ids), dense(ids), rtol=0, atol=1e-11)
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    quick(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
