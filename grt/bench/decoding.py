@@ -69,11 +69,11 @@ class Cached:
 
     def generate(self, new: int, tick: Tick) -> Tensor:
         self.decoder.restart(self.prompts)
-        tokens = [self.decoder.prefill().argmax(-1)]
+        tokens = [self.decoder.prefill().max(-1).indices]
         tokens[0].cpu()  # waits for the device
         tick()
         while len(tokens) < new:
-            tokens.append(self.decoder.step(tokens[-1]).argmax(-1))
+            tokens.append(self.decoder.step(tokens[-1]).max(-1).indices)
         everything = torch.stack(tokens, 1).cpu()
         tick()
         return everything

@@ -11,6 +11,18 @@ struct FourFloats {
   TARGET INLINE std::array<float, AT_ONCE> totals(const float*) const { return totals_of(sums); }
 };
 
+// The same of rows of bf16, two numbers at a time: x is as evens_first makes it.
+struct FourPairs : FourFloats {
+  static constexpr int64_t STEP = 2 * WIDTH;
+  TARGET INLINE void add(const bf16* const w[AT_ONCE], const float* x, int64_t i) {
+    Floats of_even = load(x + i), of_odd = load(x + i + WIDTH), even, odd;
+    for (int64_t j = 0; j < AT_ONCE; j++) {
+      load(w[j] + i, even, odd);
+      sums[j] = add_products(odd, of_odd, add_products(even, of_even, sums[j]));
+    }
+  }
+};
+
 #ifndef BY_BYTES
 struct FourInts {
   static constexpr int64_t STEP = 2 * WIDTH;
@@ -24,10 +36,14 @@ struct FourInts {
 };
 #endif
 
-// This member's rows of W times x, m rows of k numbers, each of which are floats, or Steps where W is of int8_t
+// For the cache line at this address. Of second-level caches, as they wait for more lines at once than first-level ones.
+INLINE void ask_for(const char* at) { __builtin_prefetch(at, 0, 2); }
+
+// This member's rows of W times x, m rows of k numbers, each of which are floats (evens first where W is of bf16), or
+// Steps where W is of int8_t
 template <class W, class X>
 TARGET void rows(const Linear& linear, const std::vector<X>& x, const Numbers& y, Range own) {
-  using Four = std::conditional_t<sizeof(W) == 1, FourInts, FourFloats>;
+  using Four = std::conditional_t<sizeof(W) == 1, FourInts, std::conditional_t<sizeof(W) == 2, FourPairs, FourFloats>>;
   constexpr int64_t LINE = CACHE_LINE / sizeof(W);
   int64_t k = linear.k, lines = k / LINE * LINE, count = own.last - own.first;
   std::vector<float> results(x.size() * count);
@@ -38,7 +54,7 @@ TARGET void rows(const Linear& linear, const std::vector<X>& x, const Numbers& y
     for (size_t row = 0; row < x.size(); row++) {
       Four four = {};
       for (int64_t i = 0; i < lines; i += LINE) {
-        for (int64_t j = 0; j < AT_ONCE; j++) __builtin_prefetch(reinterpret_cast<const char*>(w[j] + i) + AHEAD);
+        for (int64_t j = 0; j < AT_ONCE; j++) ask_for(reinterpret_cast<const char*>(w[j] + i) + AHEAD);
         for (int64_t part = i; part < i + LINE; part += Four::STEP) four.add(w, x[row], part);
       }
       auto sums = four.totals(x[row]);
@@ -52,6 +68,15 @@ TARGET void rows(const Linear& linear, const std::vector<X>& x, const Numbers& y
     linear.finish(&results[row * count], own);
     y.set(row * linear.n + own.first, &results[row * count], count);
   }
+}
+
+// y: of each 2 WIDTH numbers of x (k) the even ones, then the odd ones; what fills no cache line of bf16 as it is
+TARGET inline const float* evens_first(const float* __restrict x, int64_t k, float* __restrict y) {
+  int64_t i = 0, lines = k * 2 / CACHE_LINE * CACHE_LINE / 2;
+  for (; i < lines; i += 2 * WIDTH)
+    for (int64_t j = 0; j < WIDTH; j++) y[i + j] = x[i + 2 * j], y[i + WIDTH + j] = x[i + 2 * j + 1];
+  std::copy(x + i, x + k, y + i);
+  return y;
 }
 
 // x (k) in steps, of which the largest |x| has `most`; NaN is the size of a step where a number is not finite.
@@ -98,9 +123,12 @@ TARGET inline Range multiply(const Linear& linear, const float* x, int64_t m, co
     for (int64_t row = 0; row < m; row++) to_steps(x + row * k, k, most, steps[row]);
     rows<int8_t>(linear, steps, y, own);
   } else {
+    bool pairs = linear.format == Format::bf16;
+    std::vector<float> sorted(pairs ? m * k : 0);
     std::vector<const float*> of_rows(m);
-    for (int64_t row = 0; row < m; row++) of_rows[row] = x + row * k;
-    linear.format == Format::fp32 ? rows<float>(linear, of_rows, y, own) : rows<bf16>(linear, of_rows, y, own);
+    for (int64_t row = 0; row < m; row++)
+      of_rows[row] = pairs ? evens_first(x + row * k, k, &sorted[row * k]) : x + row * k;
+    pairs ? rows<bf16>(linear, of_rows, y, own) : rows<float>(linear, of_rows, y, own);
   }
   return own;
 }
@@ -129,7 +157,7 @@ TARGET inline void product(const Product& p, Member& me) {
 template <class N>
 INLINE void ask_for(const N* numbers, int64_t n, int64_t behind) {
   const char* at = reinterpret_cast<const char*>(numbers) + behind;
-  for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(N)); i += CACHE_LINE) __builtin_prefetch(at + i);
+  for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(N)); i += CACHE_LINE) ask_for(at + i);
 }
 
 // The product of q with AT_ONCE keys of c numbers
@@ -215,7 +243,7 @@ TARGET void attend(const Attention& a, Range own) {
       const N* key[AT_ONCE];
       for (int64_t j = 0; j < AT_ONCE; j++) {
         key[j] = keys + std::min(t + j, tokens - 1) * a.kv_token;
-        ask_for(key[j], a.width, AHEAD / 2);
+        ask_for(key[j], a.width, AHEAD / 6);
         ask_for(value + (t + j) * a.kv_token, a.width, 0);
       }
       score(key, q.data(), a.width, &scores[t]);

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t AT_ONCE = 4;       // rows of W
 constexpr int64_t CACHE_LINE = 64;   // bytes
-constexpr int64_t AHEAD = 8 << 10;   // bytes: memory answers late, and processors alone do not ask early enough
+constexpr int64_t AHEAD = 24 << 10;  // bytes: memory answers late, and processors alone do not ask early enough
 constexpr int64_t ALONE = 32 << 10;  // elements of W for which a second thread would cost more than it saves
 
 struct bf16 {
@@ -185,6 +185,10 @@ INLINE Floats load(const float* x) { return read<Floats>(x); }
 INLINE Floats load(const bf16* x) {
   return reinterpret_cast<Floats>(__builtin_convertvector(read<Halves>(x), Words) << 16);
 }
+INLINE void load(const bf16* x, Floats& even, Floats& odd) {
+  Words pairs = read<Words>(x);
+  even = reinterpret_cast<Floats>(pairs << 16), odd = reinterpret_cast<Floats>(pairs & 0xffff0000);
+}
 INLINE Floats add_products(Floats a, Floats b, Floats sums) { return sums + a * b; }
 INLINE Ints add_products(const int8_t* w, const int16_t* x, Ints sums) {
   for (int64_t i = 0; i < 2 * WIDTH; i += WIDTH) {
@@ -222,6 +226,11 @@ TARGET INLINE Floats load(const bf16* x) {
   __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
+TARGET INLINE void load(const bf16* x, Floats& even, Floats& odd) {
+  __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-1 << 16)));
+}
 TARGET INLINE Floats add_products(Floats a, Floats b, Floats sums) { return _mm256_fmadd_ps(a, b, sums); }
 TARGET INLINE Ints add_products(const int8_t* w, const int16_t* x, Ints sums) {
   __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
@@ -255,6 +264,11 @@ TARGET INLINE Floats load(const float* x) { return _mm512_loadu_ps(x); }
 TARGET INLINE Floats load(const bf16* x) {
   __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+TARGET INLINE void load(const bf16* x, Floats& even, Floats& odd) {
+  __m512i pairs = _mm512_loadu_si512(x);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-1 << 16)));
 }
 TARGET INLINE Floats add_products(Floats a, Floats b, Floats sums) { return _mm512_fmadd_ps(a, b, sums); }
 // By adding what two of them interleave to
