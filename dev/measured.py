@@ -24,7 +24,7 @@ RESULTS = ROOT / "results"
 MODELS = ("grt-nano", "dense-nano")
 BEGIN, END = "<!-- measured: python dev/measured.py -->", "<!-- end of measured -->"
 
-LATENCY = "bench latency --sizes small --protocol cached --batch 1 --prompt 128 --new 64 --alternations 9"
+LATENCY = "bench latency --sizes small --protocol cached --batch 1 --prompt 128 --new 64 --alternations 25"
 COMMANDS = {
     "models/grt-nano": "eval models/grt-nano --json",
     "models/dense-nano": "eval models/dense-nano --json",
