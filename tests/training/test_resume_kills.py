@@ -138,9 +138,7 @@ def test_kill_at_20_random_instants(config, straight, tmp_path):
         process.join(60)
         assert process.exitcode == 0
     seconds, rng, killed, out = time.monotonic() - begun, random.Random(0), 0, tmp_path / "run"
-    while (
-        killed < 20
-    ):  # one in each twentieth of a run; one that ended before shows what a run takes now
+    while killed < 20:  # one in each twentieth of a run; one that ended before shows what a run takes now
         begun = time.monotonic()
         process = start(train_child, config, out)
         process.join(seconds * (killed + rng.random()) / 20)
