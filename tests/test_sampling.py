@@ -148,3 +148,18 @@ def test_the_logprob_is_the_models_own():
 def test_values_that_cannot_be(options, message):
     with pytest.raises(ConfigError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("top_p", [0.2, 0.9, 0.9999])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 10.0])  # from next to all tokens of a text to a few
+def test_top_p_of_a_large_vocabulary(scale: float, top_p: float) -> None:
+    logits = scale * torch.randn(3, 5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    narrowed = Sampling(top_p=top_p).narrowed(logits)
+    for p, row in zip(narrowed, logits.softmax(-1).tolist(), strict=True):
+        kept, held = {}, 0.0
+        for i in sorted(range(len(row)), key=row.__getitem__, reverse=True):
+            if held >= top_p:
+                break
+            kept[i], held = row[i], held + row[i]
+        assert set(p.nonzero().flatten().tolist()) == set(kept)
+        torch.testing.assert_close(p[list(kept)], torch.tensor(list(kept.values()), dtype=p.dtype) / held)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from grt.config import ConfigError
 
+FEW = 1024  # tokens that mostly hold top_p: to sort these takes a tenth of the time of sorting GPT-2's vocabulary
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -67,9 +69,11 @@ class Sampling:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
         p = logits.softmax(-1)
         if self.top_p < 1:
-            likeliest, order = p.sort(descending=True)
+            likeliest, order = p.topk(min(FEW, p.shape[-1]))
+            if likeliest.sum(-1).min() <= self.top_p:
+                likeliest, order = p.sort(descending=True)
             beyond = likeliest.cumsum(-1) - likeliest >= self.top_p  # the one that reaches top_p stays
-            p = p.scatter(-1, order, likeliest.masked_fill(beyond, 0))
+            p = torch.zeros_like(p).scatter(-1, order, likeliest.masked_fill(beyond, 0))
         if self.min_p > 0:
             p = p.masked_fill(p < self.min_p * p.amax(-1, keepdim=True), 0)
         return p / p.sum(-1, keepdim=True)
