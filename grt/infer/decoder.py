@@ -23,6 +23,7 @@ from grt.model.cache import KVCache
 from grt.model.context import LoopContext, left_padded
 from grt.model.depth import Depth
 from grt.model.recurrent import RecurrentDepthModel, last_of
+from grt.model.sharing import SharedSteps
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,8 +112,8 @@ class Decoder:
 
     def _next(self, ids: Tensor) -> Tensor:
         if self.tape is not None:
-            core: Any = self.cache.core
-            core.executed = self.steps.steps  # as extend() would have it, which is not called
+            assert isinstance(self.cache.core, SharedSteps)  # other cores have no fixed shapes
+            self.cache.core.repeat(self.steps.steps)
             return self.tape(ids)
         head: Any = self.model.embed.tokens.weight
         if self.fixed_shapes and self.cache.batch == 1 and type(head) is Kept and head.fast and not self.unrecordable:

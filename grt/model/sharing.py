@@ -107,6 +107,10 @@ class SharedSteps:
         keys, values, _ = cache.read(store)
         return append_own(keys, values, cache.seen_by(cache.new, strictly=True), k, v)
 
+    def repeat(self, steps: int) -> None:
+        """A pass of so many steps ran once more, at the same addresses, without extend()."""
+        self.executed = steps
+
     def pause(self) -> None:
         if self.first and self.cache.new == 1:
             for (slot,), first in zip(self.slots, self.first, strict=True):
