@@ -36,7 +36,8 @@ def test_logits_and_states_are_the_loops(tiny, ids, method, layout):
         assert torch.equal(got.logits, model(ids)) and got.logits.shape == (2, 12, 23)
         assert len(got.hidden_states) == len(states) + 1
         assert all(map(torch.equal, got.hidden_states, [ctx.carry["h_pre"], *states]))
-        assert torch.equal(hf(ids, use_cache=False, logits_to_keep=3).logits, got.logits[:, -3:])
+        kept = hf(ids, use_cache=False, logits_to_keep=3).logits
+        torch.testing.assert_close(kept, got.logits[:, -3:], rtol=0, atol=1e-12)  # a product of fewer rows
         assert torch.equal(hf(ids, use_cache=False, logits_to_keep=torch.tensor([0, 5])).logits, got.logits[:, [0, 5]])
         assert torch.equal(hf.model(ids, use_cache=False).last_hidden_state @ hf.lm_head.weight.T, got.logits)
         torch.testing.assert_close(hf(ids, return_dict=False)[0], got.logits)
