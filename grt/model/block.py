@@ -30,6 +30,20 @@ def project(name: str, linear: nn.Linear, x: Tensor, ctx: LoopContext) -> Tensor
     return y + F.linear(F.linear(x, A), B)
 
 
+def is_bf16_on_cpu(q: Tensor) -> bool:
+    """And short enough (B, H, T, c) for what is done about it."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= PRODUCTS_UP_TO
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """torch's fused kernel. For decoding in bf16 on a CPU it is given float32: one query then takes a quarter to a half
+    of the time, 512 as much, and probabilities are not rounded to bf16, as they are not in vLLM."""
+    if not is_bf16_on_cpu(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+    y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, is_causal=is_causal)
+    return y.to(q.dtype)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention, each (B, H, T, c): torch's fused kernel, except for training in bf16 on a CPU.
 
@@ -37,9 +51,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     together (T = 64 to 512). Scores are then rounded to bf16, as every matrix product of such a pass is.
     """
     B, H, T, c = q.shape
-    on_products = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= PRODUCTS_UP_TO
-    if not (on_products and torch.is_grad_enabled()):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if not (is_bf16_on_cpu(q) and torch.is_grad_enabled()):
+        return fused(q, k, v, is_causal=True)
     q, k, v = (z.reshape(B * H, T, c) for z in (q, k, v))
     future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
     scores = torch.baddbmm(future.expand(B * H, T, T), q, k.transpose(1, 2), alpha=1 / math.sqrt(c))
@@ -77,7 +90,7 @@ class Attention(nn.Module):
         elif ctx.cache is None and visible is None:
             y = attend(q, k, v)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None and T > 1)
+            y = fused(q, k, v, visible, is_causal=visible is None and T > 1)
         return project("attn.out", self.out, y.transpose(1, 2).reshape(B, T, d), ctx)
 
 
