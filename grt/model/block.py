@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from grt.config import ConfigError
 from grt.model.context import LoopContext, LowRank
 
+HAS_AMX = torch.cpu._is_amx_tile_supported()
 PRODUCTS_UP_TO = 512  # tokens; at 1,024 the fused kernel, which skips the future, has overtaken them
 
 
@@ -36,9 +37,9 @@ def is_bf16_on_cpu(q: Tensor) -> bool:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """torch's fused kernel. For decoding in bf16 on a CPU it is given float32: one query then takes a quarter to a half
-    of the time, 512 as much, and probabilities are not rounded to bf16, as they are not in vLLM."""
-    if not is_bf16_on_cpu(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+    """torch's fused kernel. For decoding in bf16 on a CPU without AMX it is given float32: one query then takes a
+    quarter to a half of the time, a prompt of 128 or 256 as much, and probabilities are not rounded: vLLM's are not."""
+    if HAS_AMX or not is_bf16_on_cpu(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
     y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, is_causal=is_causal)
     return y.to(q.dtype)

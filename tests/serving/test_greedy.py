@@ -17,10 +17,8 @@ from grt.train.checkpoint import load_model
 
 SERVED = [(name, "1+2x3+1") for name, method in METHODS.items() if method.rule.halts] + [("ladder", "4L")]
 every_method = pytest.mark.parametrize(("method", "layout"), SERVED, ids=[*(name for name, _ in SERVED[:-1]), "dense"])
-# Two logits that near may change places; in bf16 also neighbouring numbers, which are further apart than this above 4,
-# and the next but one where vLLM's attention is by AMX, which rounds queries and probabilities to bf16.
+# Two logits that near may change places (in bf16 also neighbouring numbers, which are further apart than this above 4).
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-NEIGHBOURS = 2 if torch.cpu._is_amx_tile_supported() else 1
 PIECES = {"max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 64}  # prompts in pieces, requests in turn
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]  # what vLLM loads warns of itself
@@ -37,7 +35,7 @@ def first_gap(model: RecurrentDepthModel, prompt: Sequence[int], theirs: Row, ow
     for token, _ in own[: parts[0]]:
         logits = decoder.step(torch.tensor([token]))
     best, second = logits[0].topk(2).values
-    step = NEIGHBOURS * (best - torch.nextafter(best, -best)).item()
+    step = (best - torch.nextafter(best, -best)).item()
     gap = max((best - second).item(), 1e-9) / CLOSE[best.dtype]
     return 1.0 if best.dtype == torch.bfloat16 and gap > 1 and best - second <= step else gap
 

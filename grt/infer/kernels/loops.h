@@ -243,7 +243,7 @@ TARGET void attend(const Attention& a, Range own) {
       const N* key[AT_ONCE];
       for (int64_t j = 0; j < AT_ONCE; j++) {
         key[j] = keys + std::min(t + j, tokens - 1) * a.kv_token;
-        ask_for(key[j], a.width, AHEAD / 6);
+        ask_for(key[j], a.width, KEYS_AHEAD);
         ask_for(value + (t + j) * a.kv_token, a.width, 0);
       }
       score(key, q.data(), a.width, &scores[t]);

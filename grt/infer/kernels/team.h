@@ -58,8 +58,7 @@ struct Tape {
     std::atomic<int64_t> arrived{0};
     torch::stable::parallel_for(0, size, 1, [&](int64_t first, int64_t last) {
       Member me{arrived, size, first, last};
-      for (size_t i = 0; i < works.size(); i++) {
-        const Work& work = works[i];
+      for (const Work& work : works) {
         if (work.shared) {
           work.run(me);
         } else if (first == 0) {
@@ -67,7 +66,7 @@ struct Tape {
           Member alone{nobody, 1, 0, 1};
           work.run(alone);
         }
-        if (work.shared || i + 1 == works.size() || works[i + 1].shared) me.meet();  // not between two of one member
+        me.meet();
       }
     });
   }

@@ -21,6 +21,7 @@ namespace {
 constexpr int64_t AT_ONCE = 4;       // rows of W
 constexpr int64_t CACHE_LINE = 64;   // bytes
 constexpr int64_t AHEAD = 24 << 10;  // bytes: memory answers late, and processors alone do not ask early enough
+constexpr int64_t KEYS_AHEAD = 4 << 10;
 constexpr int64_t ALONE = 32 << 10;  // elements of W for which a second thread would cost more than it saves
 
 struct bf16 {
