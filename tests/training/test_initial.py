@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from tiny import finish, quick, rows, run_until, tiny
+from tiny import finish, rows, run_until, tiny
 
 from grt.config import ConfigError, config_hash, load
 from grt.methods import METHODS
@@ -16,13 +16,9 @@ from grt.train.loop import Trainer
 
 
 @pytest.fixture(scope="module")
-def source(data, tmp_path_factory):
+def source(trained):
     """A finished run; tests only read it."""
-    with pytest.MonkeyPatch.context() as patch:
-        quick(patch)
-        out = tmp_path_factory.mktemp("source") / "run"
-        finish(tiny(data), out)
-        return out
+    return trained[0]
 
 
 def other_config(data, source, **sections):

@@ -17,14 +17,8 @@ from grt.data.encode import encoded, jobs, pieces
 from grt.data.prepare import load_prepared, prepare
 from grt.data.tokenizer import get_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FRACTION = 0.2
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -23,12 +23,6 @@ LENGTHS = (30, 3, 9, 8, 0, 17)  # of the documents, without end-of-text
 T = 8
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture
 def pages(tmp_path):
     """Documents of given lengths, each of a letter of its own; an empty one is no document."""
