@@ -1,4 +1,5 @@
-"""What every method promises, and the dense model: one suite over grt.methods.METHODS.
+"""What every method promises, and the dense model: one suite over grt.methods.METHODS. It is one contract, to be read
+as a whole by whoever adds a method; so it stays one file.
 
 Shapes: B batch, T tokens, d width, R steps, V vocabulary.
 """

@@ -1,4 +1,5 @@
-"""Tokens that leave the loop one by one: against a slow loop, in every mode, for every policy.
+"""Tokens that leave the loop one by one: against a slow loop, in every mode, for every policy. All of it asks
+one oracle; so it stays one file.
 
 Shapes: B batch, T tokens, d width, R steps, V vocabulary.
 """

@@ -1,49 +1,25 @@
-"""The tasks of lm-evaluation-harness through our own model and caches; the log-likelihoods of models/grt-nano on real
-items (only their hashes are kept here):
+"""The tasks of lm-evaluation-harness through our own model and caches."""
 
-    python tests/test_harness.py --write
-"""
-
-import hashlib
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from nano_tasks import ITEMS, NANO, TASKS, harness_model
 
 from grt import cli
-from grt.data.tokenizer import get_tokenizer
-from grt.evals import benchmarks
-from grt.evals.benchmarks import load_tasks
 from grt.evals.continuations import AtOnce
 from grt.evals.harness import HarnessModel
 from grt.evals.loss import evaluate
-from grt.evals.scores import ScoreFile, Scores
+from grt.evals.scores import ScoreFile
 from grt.evals.sharing import forced_log_probs
 from grt.train.checkpoint import load_model
-
-ROOT = Path(__file__).resolve().parent.parent
-NANO = ROOT / "models" / "grt-nano"
-ITEMS = ROOT / "tests" / "assets" / "tasks"  # written for these tests
-REAL = ROOT.parent / "shared" / "data" / "eval"
-KNOWN = ROOT / "tests" / "assets" / "real_items.json"
-TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "lambada_openai", "lambada_standard", "openbookqa", "piqa",
-         "winogrande")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def nano():
     return load_model(NANO)[0].eval()
-
-
-def harness_model(model, folder: Path, depth: int | None = None, batch_size: int | None = None) -> HarnessModel:
-    depth = model.config.blocks.R if depth is None else depth
-    scorer = AtOnce(model, [depth], torch.float32)
-    scores = Scores(scorer, [depth], ScoreFile(folder, {}), model.config.context, batch_size)
-    return HarnessModel(scores, depth, get_tokenizer("bytes"), lambda done, of: None)
 
 
 def ask(model: HarnessModel, kind: str, *arguments: tuple) -> list:
@@ -286,85 +262,3 @@ def test_the_report_names_every_setting_and_a_table_shows_it(nine, capsys):
     out = capsys.readouterr().out
     assert "arc_easy" in out and "average" in out and " +- " in out
     assert "requests that lost the start of their context of 256 tokens: boolq 2" in out
-
-
-# What a user may get wrong
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--tasks", "arc_esay"], "tasks has 'arc_esay', which lm-eval does not know: did you mean arc_easy?"),
-        (["--tasks", ","], "--tasks has no value: name at least one"),
-        (["--tasks", "gsm8k", "--data-dir", "{gsm8k}"], "tasks has 'gsm8k', for which a model has to write"),
-        (
-            ["--tasks", "piqa", "--data-dir", "{empty}"],
-            "piqa.jsonl is missing: --data-dir takes a folder with NAME.jsonl",
-        ),
-        (["--tasks", "piqa", "--data-dir", "{damaged}"], "tasks has 'piqa', which cannot use {damaged}/piqa.jsonl"),
-        (["--tasks", "piqa", "--data-dir", "{other}"], "tasks has 'piqa', which cannot use {other}/piqa.jsonl"),
-        (["--tasks", "piqa", "--windows", "3"], "--windows does nothing with --tasks: leave it out."),
-        (["--limit", "3"], "--limit does nothing without --tasks: add --tasks."),
-        (["--tasks", "piqa", "--limit", "0"], "limit is 0: it must be at least 1"),
-        (["--tasks", "piqa", "--batch-size", "0"], "batch_size is 0: it must be at least 1"),
-        (["--tasks", "piqa", "--kv", "fist"], "kv is 'fist': choose one of full"),
-        (["--tasks", "piqa", "--depth", "-1"], "depth is -1: give at least 0"),
-        (["--tasks", "piqa", "--exit", "fixed:2", "--depths", "1", "3"], "exit fixed:2 asks for more than the 1 steps"),
-        (["--tasks", "piqa", "--exit", "kl:0.1", "--budget", "2"], "budget is of texts that a model writes"),
-    ],
-)
-def test_mistakes_are_one_sentence(options, told, tmp_path, capsys):
-    folders = {name: tmp_path / name for name in ("empty", "damaged", "other", "gsm8k")}
-    for folder in folders.values():
-        folder.mkdir()
-    (folders["damaged"] / "piqa.jsonl").write_text('{"goal": "Cut br')
-    (folders["other"] / "piqa.jsonl").write_text('{"question": "is it?"}\n')
-    (folders["gsm8k"] / "gsm8k.jsonl").write_text('{"question": "1 + 1", "answer": "#### 2"}\n')
-    assert cli.main(["eval", str(NANO), *(option.format(**folders) for option in options)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and told.format(**folders) in err
-
-
-def test_without_lm_eval(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "grt.evals.benchmarks")
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    assert cli.main(["eval", str(NANO), "--tasks", "piqa"]) == 2
-    assert "tasks needs lm-eval, and lm_eval.tasks is missing: pip install" in capsys.readouterr().err
-
-
-# Real items
-
-
-def real_scores(model, folder: Path) -> dict[str, list[dict]]:
-    """Of the first five items of each task: a hash, and the log-likelihoods of all that is asked about it."""
-    found: dict[str, list[dict]] = {}
-    lm = harness_model(model, folder / "scores")
-    for name, task in load_tasks(list(TASKS), REAL, folder).items():
-        with benchmarks.quiet():
-            task.build_all_requests(limit=5)
-            scores = lm.loglikelihood(task.instances)
-        rows: dict[int, dict] = {}
-        for request, score in zip(task.instances, scores, strict=True):
-            digest = hashlib.sha256(json.dumps(request.doc, sort_keys=True).encode()).hexdigest()
-            rows.setdefault(request.doc_id, {"item": digest, "log_probs": []})["log_probs"].append(score[0])
-        found[name] = list(rows.values())
-    return found
-
-
-def test_real_items_have_the_log_likelihoods_that_are_known(nano, tmp_path):
-    if not REAL.exists():
-        pytest.skip("shared/data/eval does not lie beside the repository")
-    known, got = json.loads(KNOWN.read_text("utf-8")), real_scores(nano, tmp_path)
-    assert list(got) == list(TASKS) == list(known)
-    for name in TASKS:
-        assert [row["item"] for row in got[name]] == [row["item"] for row in known[name]] and len(got[name]) == 5
-        for row, want in zip(got[name], known[name], strict=True):
-            assert row["log_probs"] == pytest.approx(want["log_probs"], abs=1e-4), name
-
-
-if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as scratch:
-        KNOWN.write_text(json.dumps(real_scores(load_model(NANO)[0].eval(), Path(scratch)), indent=1) + "\n")

@@ -1,6 +1,7 @@
 """The rules of the code base that a syntax tree can show: who imports whom, sizes, and no branch on a method's name.
 
-Each check takes the path of a file under the repository's root and its source, and returns its complaints.
+Each check takes the path of a file under the repository's root and its source, and returns its complaints. Its wrong
+and right samples stay beside it, so that none is without: the file is as long as there are rules.
 """
 
 import ast

@@ -1,6 +1,7 @@
 """`grt paper run`: side by side, once, resumed after a kill, stopped in good order; failures that stop nothing else.
 
-But for the slow ones, the runs are processes forked from one that has torch, in place of new ones.
+But for the slow ones, the runs are processes forked from one that has torch, in place of new ones. A third of the file
+is what forks and watches them, of use to these tests alone; so they stay together.
 """
 
 import io
