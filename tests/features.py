@@ -36,14 +36,14 @@ FEATURES: dict[str, dict[str, Cell]] = {
         "grt": yes("test_stream::test_200_greedy_tokens_are_those_of_fresh_passes"),
         "transformers": yes("test_hf_generate::test_padded_batches_of_every_method_and_cache"),
         "lm-eval": yes("test_continuations::test_at_once_is_one_plain_pass_a_pair"),
-        "onnx": Cell("all but MoR", "test_export::test_onnx_has_the_same_logits"),
+        "onnx": Cell("all but MoR", "test_onnx::test_onnx_has_the_same_logits"),
         "vllm": Cell("all but MoR", "test_greedy::test_every_method"),
     },
     "depth dial": {
         "grt": Cell("`--depth`", "test_generate::test_depth_is_the_truncated_models"),
         "transformers": Cell("`num_steps`", "test_hf_model::test_depth_is_an_argument_and_a_number_of_layers"),
         "lm-eval": Cell("`--depths`", "test_harness::test_lm_eval_and_our_own_loss_agree"),
-        "onnx": Cell("one a file", "test_export::test_onnx_has_the_same_logits"),
+        "onnx": Cell("one a file", "test_onnx::test_onnx_has_the_same_logits"),
         "vllm": Cell("`--hf-overrides`", "test_greedy::test_compiled_at_two_depths"),
     },
     "keys and values shared by steps (`kv`)": {
@@ -74,7 +74,7 @@ FEATURES: dict[str, dict[str, Cell]] = {
         "grt": Cell("`Stream`", "test_stream::test_a_row_of_a_batch_is_the_row_alone"),
         "transformers": Cell("left padding", "test_hf_model::test_padded_rows_are_single_rows"),
         "lm-eval": yes("test_harness::test_batches_of_one_and_four_and_auto_agree"),
-        "onnx": Cell("equal rows", "test_export::test_onnx_has_the_same_logits"),
+        "onnx": Cell("equal rows", "test_onnx::test_onnx_has_the_same_logits"),
         "vllm": yes("test_server::test_8_side_by_side"),
     },
     "beams": {"transformers": yes("test_hf_generate::test_beams_with_a_cache_are_beams_without")},
@@ -94,7 +94,7 @@ FEATURES: dict[str, dict[str, Cell]] = {
     },
     "runs without grt": {
         "transformers": Cell("remote code", "test_export::test_a_fresh_process_without_grt_sees_the_same_model"),
-        "onnx": yes("test_export::test_onnx_has_the_same_logits"),
+        "onnx": yes("test_onnx::test_onnx_has_the_same_logits"),
     },
 }  # fmt: skip
 
