@@ -35,18 +35,22 @@ class Kept:
     """
 
     def __init__(self, values: Tensor, scale: Tensor | None, dtype: torch.dtype, fast: bool) -> None:
-        self.values, self.scale, self.dtype, self.fast = values, scale, dtype, fast
+        self.pieces, self.scale, self.dtype, self.fast = [values], scale, dtype, fast
+
+    @property
+    def values(self) -> Tensor:
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, -1)
 
     @property
     def device(self) -> torch.device:
-        return self.values.device
+        return self.pieces[0].device
 
     def numel(self) -> int:
-        return self.values.numel()
+        return sum(piece.numel() for piece in self.pieces)
 
     @property
     def itemsize(self) -> int:
-        return self.values.itemsize
+        return self.pieces[0].itemsize
 
     def _with(self, values: Tensor, scale: Tensor | None) -> "Kept":
         return Kept(values, scale, self.dtype, self.fast)
@@ -67,9 +71,16 @@ class Kept:
         return self._with(self.values.flatten(start, end), scale)
 
     def split(self, size: int, dim: int) -> "list[Kept]":
-        """Into columns: they share their rows' scales."""
-        assert dim == self.values.ndim - 1, "rows are not what rules split"
-        return [self._with(values, self.scale) for values in self.values.split(size, dim)]
+        """Into columns, which share their rows' scales. From now on each lies in one piece: processors read ahead, and
+        other columns between its rows would take the place of weights in their caches."""
+        assert dim == self.pieces[0].ndim - 1, "rows are not what rules split"
+        if self.pieces[0].shape[-1] != size:
+            self.pieces = [piece.contiguous() for piece in self.values.split(size, dim)]
+        return [self._with(piece, self.scale) for piece in self.pieces]
+
+    def float32_product(self, x: Tensor) -> Tensor:
+        """F.linear for x (..., k) of bf16, in float32, which our kernels sum in."""
+        return linear(x.float(), self) if self.fast and is_short(x) else linear(x, self).float()
 
     def dense(self) -> Tensor:
         """(..., n, k) as it is meant, in dtype."""
@@ -84,9 +95,14 @@ class Kept:
         return OPERATIONS[func](*args, **(kwargs or {})) if func in OPERATIONS else NotImplemented
 
 
+def is_short(x: Tensor) -> bool:
+    """Whether x (..., k) has so few rows that our kernels are faster than torch's."""
+    return x.numel() <= FEW * x.shape[-1]
+
+
 def linear(x: Tensor, weight: Kept, bias: Tensor | None = None) -> Tensor:
     """F.linear for x (..., k)."""
-    if weight.fast and x.numel() <= FEW * x.shape[-1]:
+    if weight.fast and is_short(x):
         return torch.ops.grt.row_product(x.contiguous(), weight.values, weight.scale, bias)
     if weight.scale is None:
         return F.linear(x, weight.values.to(x.dtype), bias)

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, d width, R steps, V vocabulary.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,7 @@ from grt.config import ConfigError, ModelConfig
 from grt.model.block import Embedding, Stack, init_gpt2
 from grt.model.context import LoopContext
 from grt.model.depth import DEEPEST, Depth
+from grt.model.head import logits_for_decoding
 from grt.model.rule import Loss, UpdateRule, last_of
 
 
@@ -104,13 +105,13 @@ class RecurrentDepthModel(nn.Module):
 
     def logits(self, h: Tensor, ctx: LoopContext, last: bool = False) -> Tensor:
         """Read a state out: coda, final norm, tied head. (B, T, d) -> (B, T, V), the true vocabulary in any case;
-        last: of the last position only, (B, 1, V)."""
+        last: of the last position only, (B, 1, V). With a cache in float32 (grt/model/head.py)."""
         z = self.coda(h, ctx)
-        return self.head(z[:, -1:] if last else z)
+        return self.head(z[:, -1:] if last else z, F.linear if ctx.cache is None else logits_for_decoding)
 
-    def head(self, z: Tensor) -> Tensor:
+    def head(self, z: Tensor, product: Callable[[Tensor, Tensor], Tensor] = F.linear) -> Tensor:
         """What follows the coda, of each token by itself: (..., d) -> (..., V)."""
-        logits = F.linear(self.ln_f(z), self.embed.tokens.weight)
+        logits = product(self.ln_f(z), self.embed.tokens.weight)
         return logits[..., : self.config.vocab_size] if self.config.n_padding else logits
 
     def forward(self, ids: Tensor, depth: Depth | None = None, ctx: LoopContext | None = None) -> Tensor:

@@ -50,6 +50,7 @@ class SharedSteps:
         self.strategy, self.modulus = parse_strategy(strategy)
         self.executed = 0  # steps of the pass in progress
         self.ran = torch.zeros(cache.batch, cache.capacity, dtype=torch.long, device=cache.device)  # of each token
+        self.uniform = 0, 0  # from where on, and what, `ran` says alike of all, tokens to come among them
         self.S = {"full": cache.depth, "mod": min(self.modulus, cache.depth)}.get(self.strategy, 1)
         self.slots = [[cache.room(2) for _ in range(self.S)] for _ in range(n)]
         self.prompt: Tensor | None = None
@@ -121,7 +122,11 @@ class SharedSteps:
             return
         cache, ran, self.executed = self.cache, self.executed, 0
         here = slice(cache.start, cache.length)
-        self.ran[:, here] = ran if cache.ran is None else cache.ran
+        since, alike = self.uniform
+        if cache.ran is not None:
+            self.ran[:, here], self.uniform = cache.ran, (max(since, cache.length), alike)
+        elif cache.start < since or ran != alike:
+            self.ran[:, cache.start :], self.uniform = ran, (cache.start, ran)
         # A token that asks for more steps than these ran reads their deepest.
         if self.prompt is not None:
             if ran < self.cache.depth:
@@ -173,7 +178,7 @@ class SharedSteps:
     def grow(self, tokens: int) -> None:
         self.slots = [[longer(x, tokens) for x in slots] for slots in self.slots]
         self.prompt = None if self.prompt is None else longer(self.prompt, tokens)
-        self.ran = F.pad(self.ran, (0, tokens))
+        self.ran = F.pad(self.ran, (0, tokens), value=self.uniform[1])
 
 
 def longer(store: Tensor, tokens: int) -> Tensor:

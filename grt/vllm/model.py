@@ -24,6 +24,7 @@ from grt.hf.config import GRTConfig
 from grt.model.block import Block, Stack, project
 from grt.model.context import LoopContext
 from grt.model.depth import Depth
+from grt.model.head import largest_again
 from grt.model.rule import last_of
 from grt.vllm.limits import without_weights
 
@@ -121,7 +122,10 @@ class GRTForCausalLM(nn.Module):
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:  # (T, d) -> (T, V)
-        return self.logits_processor(self.lm_head, hidden_states)
+        logits, weight = self.logits_processor(self.lm_head, hidden_states), self.lm_head.weight
+        if logits is None or logits.dtype == torch.float32 or self.lm_head.tp_size > 1:
+            return logits
+        return largest_again(logits, hidden_states, weight)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As grt/hf/export.py wrote them, under the same names."""

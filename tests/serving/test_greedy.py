@@ -17,7 +17,7 @@ from grt.train.checkpoint import load_model
 
 SERVED = [(name, "1+2x3+1") for name, method in METHODS.items() if method.rule.halts] + [("ladder", "4L")]
 every_method = pytest.mark.parametrize(("method", "layout"), SERVED, ids=[*(name for name, _ in SERVED[:-1]), "dense"])
-# Two logits that near may change places (in bf16 also neighbouring numbers, which are further apart than this above 4).
+# Two logits that near may change places.
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 PIECES = {"max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 64}  # prompts in pieces, requests in turn
 
@@ -25,8 +25,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]  
 
 
 def first_gap(model: RecurrentDepthModel, prompt: Sequence[int], theirs: Row, own: Row, **options) -> float:
-    """Where two texts part, by how much our largest logit is above the next, in CLOSE's; 0 if they do not. What
-    neighbours may be apart counts as just so near."""
+    """Where two texts part, by how much our largest logit is above the next, in CLOSE's; 0 if they do not."""
     parts = [i for i, (a, b) in enumerate(zip(theirs, own, strict=True)) if a[0] != b[0]]
     if not parts:
         return 0.0
@@ -35,9 +34,7 @@ def first_gap(model: RecurrentDepthModel, prompt: Sequence[int], theirs: Row, ow
     for token, _ in own[: parts[0]]:
         logits = decoder.step(torch.tensor([token]))
     best, second = logits[0].topk(2).values
-    step = (best - torch.nextafter(best, -best)).item()
-    gap = max((best - second).item(), 1e-9) / CLOSE[best.dtype]
-    return 1.0 if best.dtype == torch.bfloat16 and gap > 1 and best - second <= step else gap
+    return max((best - second).item(), 1e-9) / CLOSE[model.embed.tokens.weight.dtype]
 
 
 def compare(model, prompts, theirs: list[Row], own: list[Row], **options) -> tuple[list[float], float]:
@@ -69,10 +66,13 @@ def test_50_prompts_of_a_trained_model(nano: Path, texts, dtype: torch.dtype, kv
         theirs = greedy(texts, 64)
     own = ours(model, texts, 64, kv=kv)
     gaps, worst = compare(model, texts, theirs, own, kv=kv)
-    beyond = sum(gap >= 1 for gap in gaps)
-    print(f"{dtype}, {kv}: {len(gaps)} of 50 texts part, {beyond} at neighbouring logits {CLOSE[dtype]} or more apart")
+    where = ", ".join(f"{gap * CLOSE[dtype]:.4f}" for gap in gaps)
+    print(f"{dtype}, {kv}: {len(gaps)} of 50 texts part, where our two largest logits are this far apart: {where}")
     print(f"log-probabilities differ by at most {worst:.1e}")
-    assert all(gap <= 1 for gap in gaps), gaps
+    # With AMX, attention in bf16 rounds its probabilities, in vLLM in another order than in torch.
+    rounds = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    print(f"allowed: {CLOSE[dtype] * (2.5 if rounds else 1)}{' (AMX)' if rounds else ''}")
+    assert all(gap <= (2.5 if rounds else 1) for gap in gaps), gaps
     assert len(gaps) <= {torch.float32: 0, torch.bfloat16: 8}[dtype]
     assert worst < {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
     # What must not pass: the same model less deep.

@@ -1,0 +1,73 @@
+"""Logits of models in bf16, when they decode: the largest in float32, so that which one it is is no accident."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from grt.infer import kernels
+from grt.infer.decoder import Decoder
+from grt.infer.quantize import keep_weights, kept
+from grt.model.head import FEW, largest_again, logits_for_decoding
+
+
+@pytest.fixture
+def z_and_weight() -> tuple[torch.Tensor, torch.Tensor]:
+    """A head whose last 4 rows give almost the same logit, the largest; the second of them gives most."""
+    torch.manual_seed(0)
+    z, weight = torch.randn(2, 3, 64), torch.randn(200, 64) / 8
+    weight[-4:] = z[1, 2] / 4
+    weight[-4:, 0] += torch.tensor([0.0, 0.03, 0.01, 0.02]) * z[1, 2, 0].sign()
+    return z.bfloat16(), weight.bfloat16()
+
+
+def exact(z: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return z.double() @ weight.double().T
+
+
+def test_the_largest_are_exact_and_the_rest_as_they_were(z_and_weight) -> None:
+    z, weight = z_and_weight
+    rounded = F.linear(z, weight)
+    assert len(set(rounded[1, 2, -4:].tolist())) < 4  # they do compete
+    logits = logits_for_decoding(z, weight)
+    assert logits.dtype == torch.float32
+    largest = rounded.float().topk(FEW).indices
+    torch.testing.assert_close(
+        logits.gather(-1, largest).double(), exact(z, weight).gather(-1, largest), rtol=0, atol=1e-5
+    )
+    changed = logits != rounded.float()
+    assert changed.sum(-1).max() <= FEW and changed.any()
+    assert logits[1, 2].argmax() == exact(z, weight)[1, 2].argmax() == len(weight) - 3
+
+
+def test_a_small_vocabulary(z_and_weight) -> None:
+    z, weight = z_and_weight[0], z_and_weight[1][:3]
+    torch.testing.assert_close(
+        largest_again(F.linear(z, weight), z, weight).double(), exact(z, weight), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_precise_stays_as_it_is(z_and_weight, dtype: torch.dtype) -> None:
+    z, weight = (x.to(dtype) for x in z_and_weight)
+    assert torch.equal(logits_for_decoding(z, weight), F.linear(z, weight))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_kept_weights(z_and_weight, fast: bool) -> None:
+    if fast and not kernels.load():
+        pytest.skip("there is no C++ compiler for the kernels")
+    z, weight = z_and_weight
+    logits = logits_for_decoding(z, kept(weight.float(), "bf16", torch.bfloat16, fast))
+    assert logits.dtype == torch.float32
+    error = (logits.double() - exact(z, weight)).abs().max()
+    assert error < (1e-5 if fast else 0.1)
+
+
+@pytest.mark.parametrize("weights", [None, "bf16"])
+def test_decoders_say_float32(tiny, weights) -> None:
+    model = tiny("grt", dtype=torch.float32)
+    model = model.bfloat16() if weights is None else keep_weights(model, weights, torch.bfloat16)
+    decoder = Decoder(model, [[1, 2, 3]], 4)
+    assert decoder.prefill().dtype == torch.float32
+    for token in (4, 5):  # recorded, played
+        assert decoder.step(torch.tensor([token])).dtype == torch.float32
