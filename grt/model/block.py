@@ -31,15 +31,15 @@ def project(name: str, linear: nn.Linear, x: Tensor, ctx: LoopContext) -> Tensor
     return y + F.linear(F.linear(x, A), B)
 
 
-def is_bf16_on_cpu(q: Tensor) -> bool:
-    """And short enough (B, H, T, c) for what is done about it."""
+def is_short_bf16_on_cpu(q: Tensor) -> bool:
+    """Whether q (B, H, T, c) is of a length up to which something is done about bf16 on a CPU."""
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= PRODUCTS_UP_TO
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """torch's fused kernel. For decoding in bf16 on a CPU without AMX it is given float32: one query then takes a
     quarter to a half of the time, a prompt of 128 or 256 as much, and probabilities are not rounded: vLLM's are not."""
-    if HAS_AMX or not is_bf16_on_cpu(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+    if HAS_AMX or not is_short_bf16_on_cpu(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
     y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, is_causal=is_causal)
     return y.to(q.dtype)
@@ -52,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     together (T = 64 to 512). Scores are then rounded to bf16, as every matrix product of such a pass is.
     """
     B, H, T, c = q.shape
-    if not (is_bf16_on_cpu(q) and torch.is_grad_enabled()):
+    if not (is_short_bf16_on_cpu(q) and torch.is_grad_enabled()):
         return fused(q, k, v, is_causal=True)
     q, k, v = (z.reshape(B * H, T, c) for z in (q, k, v))
     future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
