@@ -69,4 +69,6 @@ def show_calibration(report: dict[str, Any]) -> None:
     show_exit(report, report["loss_of_all_steps"])
     name = f"{report['policy']}:{report['threshold']:.6g}"
     console.print(f"on {report['windows']} windows; kept in {report['kept']}")
-    console.print(f"`--exit {report['policy']}` takes it from the run's folder, `--exit {name}` names it")
+    beside = Path(report["kept"]).parent.samefile(home_of(find_checkpoint(Path(report["run"]))[0]))
+    taken = f"`--exit {report['policy']}` takes it from the run's folder, " if beside else ""
+    console.print(f"{taken}`--exit {name}` names it")

@@ -164,7 +164,11 @@ def test_a_threshold_of_another_step_warns(document, run):
     path.unlink() if before is None else path.write_text(before)
 
 
-def test_tables_for_people(run, capsys):
+def test_tables_for_people(run, capsys, tmp_path):
+    aside = "calibrate", str(run), "--exit", "entropy", "--mean-depth", "2", "--windows", "4", "--out", str(tmp_path)
+    assert cli.main([*aside]) == 0
+    out = capsys.readouterr().out
+    assert "`--exit entropy:" in out and "takes it from the run's folder" not in out
     assert cli.main(["calibrate", str(run), "--exit", "entropy", "--mean-depth", "2", "--windows", "4"]) == 0
     assert "`--exit entropy` takes it from the run's folder" in capsys.readouterr().out
     assert cli.main(["eval", str(run), "--windows", "4", "--exit", "entropy", "--budget", "2"]) == 0

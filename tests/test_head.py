@@ -71,3 +71,35 @@ def test_decoders_say_float32(tiny, weights) -> None:
     assert decoder.prefill().dtype == torch.float32
     for token in (4, 5):  # recorded, played
         assert decoder.step(torch.tensor([token])).dtype == torch.float32
+    assert (decoder.tape is not None) == (weights is not None and kernels.load())
+
+
+def test_under_autocast(z_and_weight) -> None:
+    z, weight = z_and_weight
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logits_for_decoding(z, weight), logits_for_decoding(z, weight))
+        logits = logits_for_decoding(z, weight)
+    assert logits[1, 2].argmax() == len(weight) - 3
+
+
+def test_padding_is_not_among_the_largest(tiny) -> None:
+    """Rows of padding give 0, which is more than logits that are negative."""
+    models = [tiny("grt", dtype=torch.float32, vocab_multiple=multiple).bfloat16() for multiple in (1, 64)]
+    models[1].load_state_dict(models[0].state_dict(), strict=False)
+    z = torch.randn(1, 5, models[0].config.d_model, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for model in models:
+            model.embed.tokens.weight[: model.config.vocab_size] += 1
+            model.ln_f.bias.fill_(-5)
+        plain, padded = (model.head(z, decoding=True) for model in models)
+    assert models[1].config.n_padding > FEW and plain.max() < 0 and torch.equal(plain, padded)
+
+
+def test_many_rows_of_kept_weights(z_and_weight) -> None:
+    z, weight = torch.randn(3, 7, 64).bfloat16(), z_and_weight[1]
+    for weights in ("bf16", "int8"):
+        head = kept(weight.float(), weights, torch.bfloat16, kernels.load())
+        expected = z.double() @ head.float().double().T
+        largest = expected.topk(4).indices
+        got = logits_for_decoding(z, head).double().gather(-1, largest)
+        torch.testing.assert_close(got, expected.gather(-1, largest), rtol=1e-4, atol=1e-4)

@@ -55,7 +55,7 @@ class Kept:
     def _with(self, values: Tensor, scale: Tensor | None) -> "Kept":
         return Kept(values, scale, self.dtype, self.fast)
 
-    def __getitem__(self, i: int) -> "Kept":
+    def __getitem__(self, i: int | slice | Tensor) -> "Kept":
         return self._with(self.values[i], None if self.scale is None else self.scale[i])
 
     def __iter__(self) -> "Iterator[Kept]":
@@ -79,14 +79,21 @@ class Kept:
         return [self._with(piece, self.scale) for piece in self.pieces]
 
     def float32_product(self, x: Tensor) -> Tensor:
-        """F.linear for x (..., k) of bf16, in float32, which our kernels sum in."""
-        return linear(x.float(), self) if self.fast and is_short(x) else linear(x, self).float()
+        """F.linear for x (..., k) of bf16, in float32, which our kernels sum in: so many rows at a time."""
+        x = x.float()
+        if x.numel() <= FEW * x.shape[-1]:
+            return linear(x, self)
+        return torch.cat([linear(few, self) for few in x.flatten(0, -2).split(FEW)]).unflatten(0, x.shape[:-1])
+
+    def float(self) -> Tensor:
+        return self._in(torch.float32)
 
     def dense(self) -> Tensor:
         """(..., n, k) as it is meant, in dtype."""
-        if self.scale is None:
-            return self.values.to(self.dtype)
-        return (self.values * self.scale[..., None]).to(self.dtype)
+        return self._in(self.dtype)
+
+    def _in(self, dtype: torch.dtype) -> Tensor:
+        return self.values.to(dtype) if self.scale is None else (self.values * self.scale[..., None]).to(dtype)
 
     @classmethod
     def __torch_function__(
@@ -95,14 +102,9 @@ class Kept:
         return OPERATIONS[func](*args, **(kwargs or {})) if func in OPERATIONS else NotImplemented
 
 
-def is_short(x: Tensor) -> bool:
-    """Whether x (..., k) has so few rows that our kernels are faster than torch's."""
-    return x.numel() <= FEW * x.shape[-1]
-
-
 def linear(x: Tensor, weight: Kept, bias: Tensor | None = None) -> Tensor:
     """F.linear for x (..., k)."""
-    if weight.fast and is_short(x):
+    if weight.fast and x.numel() <= FEW * x.shape[-1]:
         return torch.ops.grt.row_product(x.contiguous(), weight.values, weight.scale, bias)
     if weight.scale is None:
         return F.linear(x, weight.values.to(x.dtype), bias)

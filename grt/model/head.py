@@ -18,18 +18,19 @@ FEW = 8  # that many of the largest
 
 def logits_for_decoding(z: Tensor, weight: Any) -> Tensor:
     """(..., V) of z (..., d), in float32 if z is of bf16: all of them as precise where that costs nothing, else the FEW
-    largest. weight: (V, d), or one that is kept in another way and has products of its own (grt/infer/quantize.py)."""
+    largest. weight: (V, d), or one that is kept in another way (grt/infer/quantize.py)."""
     if z.dtype != torch.bfloat16:
         return F.linear(z, weight)
-    if not isinstance(weight, Tensor):
+    if not isinstance(weight, Tensor) and weight.fast:
         return weight.float32_product(z)
-    if z.is_cuda:
+    if isinstance(weight, Tensor) and z.is_cuda:
         return torch.mm(z.flatten(0, -2), weight.t(), out_dtype=torch.float32).unflatten(0, z.shape[:-1])
     return largest_again(F.linear(z, weight), z, weight)
 
 
-def largest_again(logits: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+def largest_again(logits: Tensor, z: Tensor, weight: Any) -> Tensor:
     """Logits (..., V) of z (..., d) and the head's weight (V or more, d), in float32, the FEW largest exactly."""
     logits = logits.float()
     largest = logits.topk(min(FEW, logits.shape[-1])).indices
-    return logits.scatter(-1, largest, (weight[largest].float() @ z.float()[..., None])[..., 0])
+    # No matrix product: under autocast that would be in bf16 again.
+    return logits.scatter(-1, largest, (weight[largest].float() * z.float()[..., None, :]).sum(-1))

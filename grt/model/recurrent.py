@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, d width, R steps, V vocabulary.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -105,14 +105,18 @@ class RecurrentDepthModel(nn.Module):
 
     def logits(self, h: Tensor, ctx: LoopContext, last: bool = False) -> Tensor:
         """Read a state out: coda, final norm, tied head. (B, T, d) -> (B, T, V), the true vocabulary in any case;
-        last: of the last position only, (B, 1, V). With a cache in float32 (grt/model/head.py)."""
+        last: of the last position only, (B, 1, V). These, and all that are read with a cache, are for choosing tokens:
+        of a model in bf16 they are in float32 (grt/model/head.py)."""
         z = self.coda(h, ctx)
-        return self.head(z[:, -1:] if last else z, F.linear if ctx.cache is None else logits_for_decoding)
+        return self.head(z[:, -1:] if last else z, decoding=last or ctx.cache is not None)
 
-    def head(self, z: Tensor, product: Callable[[Tensor, Tensor], Tensor] = F.linear) -> Tensor:
+    def head(self, z: Tensor, decoding: bool = False) -> Tensor:
         """What follows the coda, of each token by itself: (..., d) -> (..., V)."""
-        logits = product(self.ln_f(z), self.embed.tokens.weight)
-        return logits[..., : self.config.vocab_size] if self.config.n_padding else logits
+        weight, V = self.embed.tokens.weight, self.config.vocab_size
+        if decoding:
+            return logits_for_decoding(self.ln_f(z), weight[:V] if self.config.n_padding else weight)
+        logits = F.linear(self.ln_f(z), weight)
+        return logits[..., :V] if self.config.n_padding else logits
 
     def forward(self, ids: Tensor, depth: Depth | None = None, ctx: LoopContext | None = None) -> Tensor:
         """Logits (B, T, V) at `depth` (default: R steps) for ids (B, T)."""
