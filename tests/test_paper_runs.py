@@ -6,7 +6,7 @@ is what forks and watches them, of use to these tests alone; so they stay togeth
 
 import io
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -54,16 +54,18 @@ class Forked:
         self.stdin = os.fdopen(os.dup(writer.fileno()), "w")
         writer.close()
         self.pid, self.terminate, self.kill = self.process.pid, self.process.terminate, self.process.kill
+        self.asked = threading.Lock()  # such a process says only once how it ended; who asks too takes it for lost
         self.beside = sum(other.poll() is None for other in self.begun)
         self.begun.append(self)
 
     def poll(self):
-        return self.process.exitcode
+        with self.asked:
+            return self.process.exitcode
 
     returncode = property(poll)
 
     def wait(self, timeout=None):
-        self.process.join(timeout)
+        multiprocessing.connection.wait([self.process.sentinel], timeout)
         return self.poll()
 
 
