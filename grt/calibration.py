@@ -65,10 +65,10 @@ def check_target(mean_depth: float | None, loss_increase: float | None, steps: i
         raise ConfigError(f"--loss-increase is {loss_increase:g}: it must be at least 0 nats, and finite.")
 
 
-def show_calibration(report: dict[str, Any]) -> None:
+def show_calibration(report: dict[str, Any], aside: bool) -> None:
+    """aside: the threshold was written to a folder that --out named."""
     show_exit(report, report["loss_of_all_steps"])
     name = f"{report['policy']}:{report['threshold']:.6g}"
     console.print(f"on {report['windows']} windows; kept in {report['kept']}")
-    beside = Path(report["kept"]).parent.samefile(home_of(find_checkpoint(Path(report["run"]))[0]))
-    taken = f"`--exit {report['policy']}` takes it from the run's folder, " if beside else ""
+    taken = "" if aside else f"`--exit {report['policy']}` takes it from the run's folder, "
     console.print(f"{taken}`--exit {name}` names it")

@@ -77,7 +77,6 @@ def test_decoders_say_float32(tiny, weights) -> None:
 def test_under_autocast(z_and_weight) -> None:
     z, weight = z_and_weight
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(logits_for_decoding(z, weight), logits_for_decoding(z, weight))
         logits = logits_for_decoding(z, weight)
     assert logits[1, 2].argmax() == len(weight) - 3
 

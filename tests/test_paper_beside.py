@@ -4,9 +4,9 @@ import shutil
 import subprocess
 import sys
 
+import forked_runs
 import pytest
-import test_paper_runs
-from test_paper_runs import asked, seeded, then
+from forked_runs import asked, seeded, then
 from tiny import ROOT, environment, quick, rows
 
 from grt import cli
@@ -15,7 +15,7 @@ from grt.paper.results import Results
 from grt.paper.worker import HELD, run_folder, train_and_collect
 from grt.train.folder import FolderLock, is_held
 
-data, sweep, forked = test_paper_runs.data, test_paper_runs.sweep, test_paper_runs.forked
+data, sweep, forked = forked_runs.data, forked_runs.sweep, forked_runs.forked
 
 
 def test_a_run_that_another_process_trains_is_waited_for(sweep, tmp_path, capsys, forked):

@@ -47,5 +47,5 @@ def run_calibrate(arguments: list[str]) -> int:
         data=command.data, limit=command.windows, batch_size=command.batch_size, steps=command.depth,
         device=command.device, out=command.out,
     )  # fmt: skip
-    print(json.dumps(report)) if command.json else show_calibration(report)
+    print(json.dumps(report)) if command.json else show_calibration(report, command.out is not None)
     return 0

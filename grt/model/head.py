@@ -23,8 +23,6 @@ def logits_for_decoding(z: Tensor, weight: Any) -> Tensor:
         return F.linear(z, weight)
     if not isinstance(weight, Tensor) and weight.fast:
         return weight.float32_product(z)
-    if isinstance(weight, Tensor) and z.is_cuda:
-        return torch.mm(z.flatten(0, -2), weight.t(), out_dtype=torch.float32).unflatten(0, z.shape[:-1])
     return largest_again(F.linear(z, weight), z, weight)
 
 

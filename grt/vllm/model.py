@@ -123,7 +123,7 @@ class GRTForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:  # (T, d) -> (T, V)
         logits, weight = self.logits_processor(self.lm_head, hidden_states), self.lm_head.weight
-        if logits is None or logits.dtype == torch.float32 or self.lm_head.tp_size > 1:
+        if logits is None or logits.dtype == torch.float32 or self.lm_head.tp_size > 1:  # a part of it
             return logits
         return largest_again(logits, hidden_states, weight)
 
