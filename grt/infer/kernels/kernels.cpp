@@ -211,8 +211,7 @@ void elementwise(const Tensor& y, std::string kind, const Tensor& a, const Maybe
     if (lerp) part = read_c();
     for (int64_t i = 0; add && i < n; i++) x[i] += other[i];
     for (int64_t i = 0; mul && i < n; i++) x[i] *= other[i];
-#pragma omp simd
-    for (int64_t i = 0; i < (sigmoid ? n : 0); i++) x[i] = 1 / (1 + exponential(-x[i]));
+    for (int64_t i = 0; sigmoid && i < n; i++) x[i] = 1 / (1 + exponential(-x[i]));
     for (int64_t i = 0; lerp && i < n; i++) {
       float way = other[i] - x[i];
       x[i] = part[i] < 0.5f ? x[i] + part[i] * way : other[i] - way * (1 - part[i]);
