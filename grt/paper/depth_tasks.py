@@ -11,7 +11,7 @@ from typing import Any
 
 from grt.config import RunConfig
 from grt.data.tasks import open_task
-from grt.paper.compare import NOT_RUN
+from grt.paper.compare import NOT_RUN, costs_table
 from grt.paper.fixed_depth import SAMPLED
 from grt.paper.recipes import METHODS, with_seeds
 from grt.paper.report import Report, Table
@@ -58,7 +58,11 @@ def share(run: Result, depth: int) -> float:
 
 def build(results: Results) -> Report:
     tables = [accuracy_table(label, task, results) for label, task in TASKS.items()]
-    tables.append(claims(results))
+    costs = {name: config(name, TASKS[HARDEST]) for name in ROWS}  # what a model costs is the same on every task
+    tables += [
+        claims(results),
+        costs_table("depth_tasks_costs", f"What each costs: {HARDEST}, loss in nats.", costs, results),
+    ]
     figures = {"depth_tasks": lambda axes: draw(axes, results)}
     notes = [
         "p-hop: a hop may land where it began, so that fewer hops are often enough and printing the letter itself is "
