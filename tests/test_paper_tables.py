@@ -1,10 +1,11 @@
-"""tab:hyperparams and tab:method_comparison: what is printed beside what is found, and that finding can fail."""
+"""tab:hyperparams and tab:method_comparison: what is printed beside what is found, and that finding can fail; and the
+rows of depth tasks."""
 
 import pytest
 import torch
 
 from grt.config import config_hash
-from grt.paper import properties, tab_hyperparams, tab_method_comparison
+from grt.paper import depth_tasks, properties, tab_hyperparams, tab_method_comparison
 from grt.paper.properties import probe
 from grt.paper.recipes import row
 from grt.paper.results import Result, Results
@@ -142,3 +143,17 @@ def test_results_are_means_and_an_exit_is_near_within_one_percent(results, monke
     }  # fmt: skip
     assert table["training time", "ours"][-1] == "62 s"  # of 61 and 62
     assert table["loss", "ours"] == ["2.1000", "not run", "2.0000", "2.0000", "not run", "2.0000"]
+
+
+def test_rows_of_depth_tasks_differ_in_what_their_names_say():
+    configs = {name: depth_tasks.config(name, "task:p-hop:4") for name in depth_tasks.ROWS}
+    assert len({config_hash(config) for config in configs.values()}) == len(configs)
+    for name, base, part, field in [
+        ("grt-fixed", "grt", "train", "depth"),
+        ("grt-half", "grt", "optim", "lr"),
+        ("dense-3L-half", "dense-3L", "optim", "lr"),
+        ("dense-3L", "dense", "model", "layout"),
+    ]:
+        changed = {part: {field: getattr(getattr(configs[name], part), field)}}
+        assert config_hash(change(configs[base], **changed)) == config_hash(configs[name])
+    assert configs["grt-half"].optim.lr == configs["grt"].optim.lr / 2

@@ -72,7 +72,10 @@ def accuracies(results: Results) -> Table:
             found = [depth_tasks.share(run, max(run.accuracy)) for run in runs]
             cells.append(f"{summary(found).mean:.3f} ({len(found)})" if found else NOT_RUN)
         rows.append((name, *cells))
-    what = "Depth tasks: accuracy at full depth, mean over seeds (how many)."
+    what = (
+        "Depth tasks: accuracy at full depth, mean over seeds (how many). -fixed: trained at full depth alone; -half: "
+        "at half the learning rate."
+    )
     return Table("study_tasks", what, ("model", *depth_tasks.TASKS), rows)
 
 
