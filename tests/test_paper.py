@@ -7,9 +7,11 @@ import pytest
 
 from grt import cli
 from grt.paper import report
-from grt.paper.experiment import EXPERIMENTS
+from grt.paper.experiment import EXPERIMENTS, plain
 from grt.paper.report import Report, Table
+from grt.paper.results import Results
 from grt.paper.statistics import Summary, below, summary, t_quantile
+from grt.presets import change, preset
 
 
 def refused(capsys, *arguments: object) -> str:
@@ -83,6 +85,21 @@ def test_csv():
     assert list(csv.reader(io.StringIO(awkward.csv()))) == [["a", "b"], ['x, "y"', "1"]]
 
 
+def test_csv_is_for_programs():
+    """Numbers without commas; a spread in a column of its own, empty where a row has none."""
+    table = Table("t", "", ("a, b", "loss", "n"), [("1,2", "**2.1 ± 0.5**", "1,234,567.5"), ("x", "not run", "+1,000")])
+    assert list(csv.reader(io.StringIO(table.csv()))) == [
+        ["a, b", "loss", "loss ±", "n"], ["1,2", "2.1", "0.5", "1234567.5"], ["x", "not run", "", "+1000"],
+    ]  # fmt: skip
+
+
+def test_latex_of_a_wide_table_is_made_to_fit():
+    columns = [str(i) for i in range(8)]
+    wide, narrow = (Table("t", "", columns[:n], [columns[:n]]).latex() for n in (8, 7))
+    assert "  \\resizebox{\\textwidth}{!}{%\n  \\begin{tabular}{lrrrrrrr}\n" in wide and "  \\end{tabular}}\n" in wide
+    assert "resizebox" not in narrow and wide.count("{") == wide.count("}")
+
+
 def test_latex():
     assert (
         TABLE.latex()
@@ -107,7 +124,7 @@ def test_cells_that_latex_or_markdown_would_take_for_their_own():
     """LaTeX: an argument of the row's end before it, a dash for a bar; Markdown: a further column or row."""
     table = Table("a sweep#1", "", ("[m]", "*"), [("[1] x|y", "[2]"), ("*z", "**a*b**"), ("", "two\nlines")])
     body = table.latex().splitlines()
-    assert body[3] == r"  \label{a-sweep-1}"
+    assert body[3] == r"  \label{tab:a-sweep-1}"
     assert [line.strip() for line in (body[6], *body[8:11])] == [
         r"{}[m] & * \\", r"{}[1] x\textbar{}y & [2] \\", r"{}*z & \textbf{a*b} \\", r"& two lines \\",
     ]  # fmt: skip
@@ -145,6 +162,7 @@ def test_a_figure_that_fails_leaves_the_old_one(tmp_path):
     ("arguments", "says"),
     [
         (["build", "tab_mian"], "no experiment 'tab_mian': did you mean tab_main?"),
+        (["build", "nonsense"], "no experiment 'nonsense': give all, a file with RUNS(scale, seeds), or a name."),
         (["run", "nowhere.py"], "nowhere.py does not exist: give a Python file with RUNS(scale, seeds)."),
         (["run", "tab_main", "--scale", "tiny"], "--scale is 'tiny': choose one of nano, small, medium, large."),
         (["build", "all", "--seeds", "1,b"], "--seeds is '1,b': write whole numbers with commas, as in 1337,42,123."),
@@ -251,12 +269,35 @@ def test_a_build_of_ones_own(capsys, tmp_path):
     assert "line 11 cannot be run (AttributeError: " in refused(capsys, "build", file, "--results", tmp_path)
 
 
+def test_the_table_of_a_sweep_shows_what_differs(tmp_path):
+    configs = [
+        change(preset("grt-nano"), model={"gate_bias": bias}, train={"seed": s}) for s in (1, 2) for bias in (1, 2)
+    ]
+    [table] = plain("mine", configs, Results(tmp_path, "nano", [1])).tables
+    assert list(table.columns[:5]) == ["run", "model.layout", "optim.lr", "train.seed", "model.gate_bias"]
+    assert [list(cells[3:6]) for cells in table.rows] == [
+        ["1", "1", "not run"], ["1", "2", "not run"], ["2", "1", "not run"], ["2", "2", "not run"],
+    ]  # fmt: skip
+
+
+def test_prose_needs_its_text(capsys, tmp_path, monkeypatch):
+    """Alone it is refused; of all it is left out, with a line."""
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys, "run", "prose") == "data/prose does not exist: put the text of prose there."
+    assert cli.main(["paper", "run", "all", "--sbatch"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "warning: data/prose does not exist: put the text of prose there; its runs are left out.\n"
+    assert "prose" not in out and "tab_main" not in out and "grt-nano" in out
+    (tmp_path / "data" / "prose").mkdir(parents=True)
+    assert cli.main(["paper", "run", "prose", "--sbatch"]) == 0 and "grt-prose" in capsys.readouterr().out
+
+
 def test_list_shows_all_with_what_is_done(capsys, tmp_path):
     assert cli.main(["paper", "list", "--results", str(tmp_path), "--seeds", "1,2"]) == 0
     lines = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     counts = {line[0]: line[1:3] for line in lines if line and line[0] in EXPERIMENTS}
     assert list(counts) == list(EXPERIMENTS)
-    assert counts["tab_main"] == ["14", "0"] and counts["tab_hyperparams"] == ["0", "0"]
+    assert counts["tab_main"] == ["14", "0"] and counts["tab_hyperparams"] == ["the", "paper's"]  # none to train
 
 
 def test_help(capsys):

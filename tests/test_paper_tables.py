@@ -1,11 +1,14 @@
-"""tab:hyperparams and tab:method_comparison: what is printed beside what is found, and that finding can fail; and the
-rows of depth tasks."""
+"""tab:hyperparams and tab:method_comparison: what is printed beside what is found, and that finding can fail; what
+becomes of claims and of idle loops; and the rows of depth tasks."""
+
+import json
 
 import pytest
 import torch
 
 from grt.config import config_hash
-from grt.paper import depth_tasks, properties, tab_hyperparams, tab_method_comparison
+from grt.paper import depth_tasks, fig_kvcache_bar, properties, prose, study, tab_hyperparams, tab_method_comparison
+from grt.paper.compare import Claim, claims_table, idle_notes, losses_of
 from grt.paper.properties import probe
 from grt.paper.recipes import row
 from grt.paper.results import Result, Results
@@ -131,18 +134,107 @@ def test_probing_is_deterministic_and_leaves_the_generator(results):
 
 def test_results_are_means_and_an_exit_is_near_within_one_percent(results, monkeypatch):
     monkeypatch.setattr(tab_method_comparison, "FOUND", dict.fromkeys(FOUND, lambda name: "No"))
-    finished(results, "grt", {1: {1: 3.0, 3: 2.02, 6: 2.0}, 2: {1: 3.0, 3: 2.00, 6: 2.0}})
-    finished(results, "poisson", {1: {3: 2.05, 6: 2.0}})
-    finished(results, "rrt", {1: {3: 1.9, 6: 2.0}})
+    finished(results, "grt", {1: {0: 4.0, 3: 2.02, 6: 2.0}, 2: {0: 4.0, 3: 2.00, 6: 2.0}})
+    finished(results, "poisson", {1: {0: 4.0, 3: 2.05, 6: 2.0}})
+    finished(results, "rrt", {1: {0: 2.03, 3: 1.9, 6: 2.0}})
+    finished(results, "mor", {1: {0: 2.01, 3: 2.0, 6: 2.0}})
     finished(results, "dense", {1: {0: 2.1}})
     table = cells(tab_method_comparison.build(results).tables[0])
     exits = dict(zip(COLUMNS, table["emergent early exit", "ours"], strict=True))
     assert exits == {
-        "dense": "No", "mor": "not run", "poisson": "No (+2.50%) !", "rrt": "Yes (-5.00%) !", "ouro": "not run",
-        "grt": "Yes (+0.50%)",
+        "dense": "No", "mor": "No (+0.00%, idle) !", "poisson": "No (+2.50%) !", "rrt": "Yes (-5.00%) !",
+        "ouro": "not run", "grt": "Yes (+0.50%)",
     }  # fmt: skip
     assert table["training time", "ours"][-1] == "62 s"  # of 61 and 62
-    assert table["loss", "ours"] == ["2.1000", "not run", "2.0000", "2.0000", "not run", "2.0000"]
+    assert table["loss", "ours"] == ["2.1000", "2.0000", "2.0000", "2.0000", "not run", "2.0000"]
+
+
+# What tables say of results
+
+
+def test_claims_are_of_full_depth_and_of_none(results):
+    finished(results, "grt", {1: {0: 2.5, 6: 2.0}, 2: {0: 2.6, 6: 2.11}})
+    finished(results, "dense", {1: {0: 1.9}, 2: {0: 2.0}})
+    rows = {name: row(name, "nano") for name in ("dense", "grt", "rrt")}
+    losses = losses_of(rows, results)
+    assert losses == {
+        "dense": {1: 1.9, 2: 2.0}, "grt": {1: 2.0, 2: 2.11}, "grt at depth 0": {1: 2.5, 2: 2.6}, "rrt": {},
+        "rrt at depth 0": {},
+    }  # fmt: skip
+    claims = [
+        Claim("grt", "grt at depth 0", None), Claim("grt", "dense", -0.01, 2), Claim("grt", "dense", 0.01),
+        Claim("rrt", "dense", 0.5),
+    ]  # fmt: skip
+    assert [tuple(cells) for cells in claims_table("x", losses, claims).rows] == [
+        ("grt - grt at depth 0", "", "-0.4950", "0.0635", "2", "ours: below"),
+        ("grt - dense", "-0.01", "+0.1050", "0.0635", "2", "fails"),
+        ("grt - dense", "+0.010", "+0.1050", "0.0635", "2", "holds"),
+        ("rrt - dense", "+0.500", "not run", "", "0", "not run"),
+    ]
+
+
+def test_a_loop_that_does_nothing_is_named(results):
+    results.folder.mkdir()
+    (results.folder / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"kind": "monitor", "step": 1, "warnings": [], "gate_mean": g}) + "\n"
+            for g in ([0.5], [0.98, 0.99])
+        )
+    )
+    finished(results, "grt", {1: {0: 2.01, 6: 2.0}, 2: {0: 2.02, 6: 2.0}})
+    finished(results, "poisson", {1: {0: 2.03, 6: 2.0}})
+    finished(results, "dense", {1: {0: 2.0}})
+    [note] = idle_notes({name: row(name, "nano") for name in ("dense", "poisson", "ouro", "grt")}, results)
+    assert note.startswith(
+        "The loop of grt does nothing here, as its gates keep 0.9850 of the state at a step: at depth"
+    )
+    assert "its loss is 2.0150 ± 0.0635, at full depth 2.0000 ± 0.0000." in note and "a model of 2 blocks" in note
+
+
+def test_the_study_has_longer_runs_beside_it(results):
+    assert study.longer(results)[0].rows == []
+    finished(results, "grt", {1: {0: 2.5, 1: 2.2, 6: 2.0}})
+    finished(results, "dense", {1: {0: 1.9}})
+    for name, by_depth in {"dense": {"0": 1.5}, "grt": {"0": 3.0, "1": 1.7, "6": 1.6}}.items():
+        path = results.folder.parent / "models" / f"{name}-nano.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"step": 4000, "windows": 9, "loss_by_depth": by_depth}))
+    assert study.longer(results)[0].rows == [
+        ("this study", "3.07", "256", "+4", "1.9000", "2.0000", "2.5000", "2.2000", "+0.1000"),
+        ("`models/*-nano.json`", "16.38", "9", "-2", "1.5000", "1.6000", "3.0000", "1.7000", "+0.1000"),
+    ]
+    assert study.longer(Results(results.folder.parent, "small", [1])) == []
+
+
+def test_the_order_on_prose_is_held_against_that_on_code(results):
+    rows = prose.configs("nano")
+    assert prose.order(rows, results) == []
+    for i, name in enumerate(rows):
+        finished(results, name, {1: {0: 2.0 + i}})
+    for i, config in enumerate(rows.values()):
+        config = change(config, train={"seed": 1})
+        results.runs[config_hash(config)] = Result(results.folder, config, {"loss": 1.0 + i}, {}, {})
+    assert "On code it is the same order: dense, dense-3L, mor," in prose.order(rows, results)[0]
+    results.runs[config_hash(change(rows["grt"], train={"seed": 1}))].evaluation["loss"] = 0.5
+    assert prose.order(rows, results)[0].startswith(
+        "From the smallest loss: grt, dense, dense-3L, mor, poisson, ouro, rrt. "
+    )
+    assert "another order: dense, dense-3L, mor, poisson, ouro, rrt, grt." in prose.order(rows, results)[0]
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        (("full", "mean", "first", "last"), "holds here. Accuracies differ by 0.0300 at most, more than one"),
+        (("mean", "full", "first", "last"), "holds here."),
+        (("full", "first", "mean", "last"), "does not hold here."),
+        (("full", "mean", "last", "first"), "does not hold here."),
+    ],
+)
+def test_what_becomes_of_the_figure_of_sharing(order, says):
+    found = {name: {"loss": 1.0 + i, "cloze": 0.7 + i / 100, "cloze_se": 0.02} for i, name in enumerate(order)}
+    said = fig_kvcache_bar.ours(dict(sorted(found.items())))
+    assert said.startswith(f"Ours, from the smallest loss: {', '.join(order)}. ") and says in said
 
 
 def test_rows_of_depth_tasks_differ_in_what_their_names_say():

@@ -1,16 +1,21 @@
 """`grt paper`: the paper's comparisons, or one's own sweep: run what is missing, build the tables."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from grt.config import ConfigError, at_least
+from grt.config import ConfigError, RunConfig, at_least
 from grt.options import parse
 
-Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|all|FILE.py")]
+if TYPE_CHECKING:
+    from grt.paper.experiment import Experiment
+    from grt.paper.results import Results
+
+Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|all|FILE.py", help_behavior_hint="")]
 SCALES = ("nano", "small", "medium", "large")
 SEEDS = "1337,42,123"
 
@@ -31,7 +36,7 @@ class Run:
     """CPU threads of all runs together; 0: as many as there are cores (with --only: as each run's config says)."""
     max_time: str = ""
     """Save and leave after this long, with exit code 0: 170m, 2h, 90s."""
-    only: list[str] = field(default_factory=list)
+    only: Annotated[list[str], tyro.conf.arg(help_behavior_hint="")] = field(default_factory=list)
     """Train those alone whose hash begins so, one after the other, in this process (for a job of a cluster)."""
     sbatch: bool = False
     """Print a Slurm array of what is missing, and run nothing."""
@@ -99,7 +104,9 @@ def run_run(arguments: list[str]) -> int:
 
     seconds = parse_duration(command.max_time) if command.max_time else None
     results = Results(command.results, command.scale, seeds)
-    configs = [c for experiment in experiments(command.name) for c in experiment.runs(command.scale, seeds)]
+    configs = [
+        c for experiment in experiments(command.name) for c in trainable(experiment, results, command.name == "all")
+    ]
     runs = command.runs / command.scale
     if command.sbatch:
         print(array_script(configs, results, ["grt", "paper", "run", *without(arguments, "--sbatch")]), end="")
@@ -111,7 +118,22 @@ def run_run(arguments: list[str]) -> int:
     if not configs:
         print(f"{command.name} has no runs at scale {command.scale}: nothing to train.")
         return 0
+    if all(results.get(config) for config in configs):
+        print(f"All {len(configs)} runs of {command.name} are done: nothing to train.")
+        return 0
     return Engine(configs, results, runs, command.jobs, command.threads or cores()).run(seconds)
+
+
+def trainable(experiment: "Experiment", results: "Results", one_of_all: bool) -> list[RunConfig]:
+    """Its runs. Where what they read is not there: ConfigError, or, of one of all, none and a line that says so."""
+    configs = experiment.runs(results.scale, results.seeds)
+    if not experiment.needs or Path(experiment.needs).exists() or all(results.get(config) for config in configs):
+        return configs
+    why = f"{experiment.needs} does not exist: put the text of {experiment.name} there"
+    if not one_of_all:
+        raise ConfigError(f"{why}.")
+    print(f"warning: {why}; its runs are left out.", file=sys.stderr)
+    return []
 
 
 def without(arguments: list[str], flag: str) -> list[str]:
@@ -146,7 +168,7 @@ def run_list(arguments: list[str]) -> int:
     for name, what in EXPERIMENTS.items():
         configs = experiments(name)[0].runs(command.scale, seeds)
         done = sum(results.get(config) is not None for config in configs)
-        table.add_row(name, str(len(configs)), str(done), what)
+        table.add_row(name, *((str(len(configs)), str(done)) if configs else ("", "")), what)
     Output().print(table)
     return 0
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grt.config import RunConfig
-from grt.paper.compare import Claim, claims_table, costs_table
-from grt.paper.recipes import row, with_seeds
+from grt.paper.compare import Claim, claims_table, costs_table, idle_notes, losses_of
+from grt.paper.recipes import UNSWEPT, row, with_seeds
 from grt.paper.report import Report
 from grt.paper.results import Results
 from grt.paper.statistics import summary
@@ -43,23 +43,28 @@ def build(results: Results) -> Report:
     caption = f"Component ablation at {results.scale} scale: loss at full depth in nats per token."
     tables = [
         costs_table("ablation_ladder", caption, rows, results),
-        claims_table("ablation_ladder_claims", rows, results, claims),
+        claims_table("ablation_ladder_claims", losses_of(rows, results), claims),
     ]
-    notes = ["Each difference is to the row above; held to the paper's 2,000-step table at medium, else to its figure."]
+    notes = [
+        "Each difference is to the row above; held to the paper's 2,000-step table at medium, else to its figure. "
+        f"The figure's names: {', '.join(f'{name} is {label!r}' for name, label in LABELS.items() if name in LADDER)}.",
+        *idle_notes(rows, results),
+    ]
+    if results.scale == "nano":
+        notes.append(UNSWEPT)
     figures = {"ablation_ladder": lambda axes: draw(axes, rows, results)} if rows else {}
     return Report(f"Component ablation at {results.scale} scale", tables, figures, notes)
 
 
 def draw(axes: Any, rows: dict[str, RunConfig], results: Results) -> None:
-    """Bars of the rows that are done, with intervals; the dense model as a dashed line."""
+    """Means of the rows that are done, with intervals; the dense model as a dashed line."""
     found = {name: summary(list(losses.values())) for name, c in rows.items() if (losses := results.losses(c))}
-    bars = [name for name in found if name != "dense"]
-    means = [found[name].mean for name in bars]
-    axes.bar(range(len(bars)), means, yerr=[found[name].half or 0.0 for name in bars], capsize=4, color="C0")
-    axes.set_xticks(range(len(bars)), [LABELS[name] for name in bars], fontsize=8)
+    names = [name for name in found if name != "dense"]
+    means, halves = [found[name].mean for name in names], [found[name].half or 0.0 for name in names]
+    axes.errorbar(range(len(names)), means, yerr=halves, fmt="o", capsize=4, color="C0")
+    axes.set_xticks(range(len(names)), [LABELS[name] for name in names], fontsize=8)
     if "dense" in found:
         axes.axhline(found["dense"].mean, ls="--", color="gray", label="dense, as many block executions")
         axes.legend()
-    if values := [s.mean for s in found.values()]:
-        axes.set_ylim(min(values) - 0.1, max(values) + 0.1)
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel("loss (nats per token), 95 % interval over seeds")
+    axes.grid(axis="y", alpha=0.3)

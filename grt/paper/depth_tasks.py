@@ -7,11 +7,12 @@ its size also at half the learning rate. The paper's gate bias of +4: on these t
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from grt.config import RunConfig
 from grt.data.tasks import open_task
-from grt.paper.compare import NOT_RUN, costs_table
+from grt.paper.compare import NOT_RUN, SPREAD, VERDICTS, costs_table
 from grt.paper.fixed_depth import SAMPLED
 from grt.paper.recipes import METHODS, with_seeds
 from grt.paper.report import Report, Table
@@ -64,12 +65,23 @@ def build(results: Results) -> Report:
         claims(results),
         costs_table("depth_tasks_costs", f"What each costs: {HARDEST}, loss in nats.", costs, results),
     ]
-    figures = {"depth_tasks": lambda axes: draw(axes, results)}
+    figures = {
+        f"depth_tasks_{_file(task)}": partial(draw, label=label, task=task, results=results)
+        for label, task in TASKS.items()
+    }
+    recipe = config("grt", TASKS[HARDEST])
     notes = [
-        "p-hop: a hop may land where it began, so that fewer hops are often enough and printing the letter itself is "
-        "right more often than one time in four. Addition counts exact sums, mean over the numbers of operands. "
+        f"Width {recipe.model.d_model}, context {recipe.model.context}, {recipe.train.steps:,} steps of "
+        f"{recipe.train.tokens_per_step:,} tokens, gate bias {recipe.model.gate_bias:+g}. Rows that end in -fixed were "
+        "trained at full depth alone, those in -half at half the learning rate.",
+        "An interval by t knows nothing of a share's bounds: over few seeds of which some learn the task and some do "
+        "not, it says only that the mean is not known.",
+        "p-hop: a hop goes from a place of a text of letters to the one after the latest earlier occurrence of its "
+        "letter; the answer is the letter p hops on. A hop may land where it began, so that fewer hops are often "
+        "enough and printing the letter itself is right more often than one time in four. Addition counts exact sums, "
+        "mean over the numbers of operands.",
         "One learning rate for all rows, 2e-3, chosen because with 4 hops GRT was ahead at it of itself at 1e-3 after "
-        "1,000 steps; rows that end in -half have 1e-3."
+        "1,000 steps; rows that end in -half have 1e-3.",
     ]
     return Report("Depth tasks", tables, figures, notes)
 
@@ -88,21 +100,25 @@ def accuracy_table(label: str, task: str, results: Results) -> Table:
     depths = range(7)
     body: list[Sequence[str]] = []
     if "p-hop" in task:
-        body.append(["the letter itself", *[""] * len(depths), f"{copied(task):.3f}", "", ""])
+        body.append(["the letter itself", *[""] * len(depths), f"{copied(task):.3f}", "", "", ""])
     for name in ROWS:
         runs = list(results.by_seed(config(name, task)).values())
         if not runs:
-            body.append([name, *[""] * len(depths), NOT_RUN, "", "0"])
+            body.append([name, *[""] * len(depths), NOT_RUN, "", "", "0"])
             continue
         full = max(runs[0].accuracy)
         cells = [f"{summary([share(run, k) for run in runs]).mean:.3f}" if full else "" for k in depths]
         whole = summary([share(run, full) for run in runs])
-        spread = "" if whole.half is None else f"{whole.half:.3f}"
-        body.append([name, *cells, f"{whole.mean:.3f}", spread, str(len(runs))])
-    columns = ["model", *(f"depth {k}" for k in depths), "full", "±", "seeds"]
-    return Table(
-        f"depth_tasks_{task.split(':', 1)[1].replace(':', '_').replace('-', '_')}", f"Accuracy, {label}.", columns, body
-    )
+        spread = "" if whole.half is None else f" ± {whole.half:.3f}"
+        ends = (f"{end(share(run, full) for run in runs):.3f}" for end in (min, max))
+        body.append([name, *cells, f"{whole.mean:.3f}{spread}", *ends, str(len(runs))])
+    columns = ["model", *(f"depth {k}" for k in depths), "full", "lowest", "highest", "seeds"]
+    caption = f"Accuracy, {label}: means over seeds. {SPREAD} Lowest and highest: of a seed."
+    return Table(f"depth_tasks_{_file(task)}", caption, columns, body)
+
+
+def _file(task: str) -> str:
+    return task.split(":", 1)[1].replace(":", "_").replace("-", "_")
 
 
 def claims(results: Results) -> Table:
@@ -122,28 +138,45 @@ def claims(results: Results) -> Table:
                         f"{label}: grt - {other}",
                         NOT_RUN if difference is None else f"{-difference.mean:+.3f}",
                         "" if difference is None or difference.half is None else f"{difference.half:.3f}",
+                        str(difference.n if difference else 0),
                         {"holds": "grt better", "fails": "grt worse"}.get(found.verdict, found.verdict),
                     ]
                 )
-    columns = ("accuracy", "difference", "smallest that could show", "verdict")
-    return Table("depth_tasks_claims", "Accuracy at full depth, paired by seed.", columns, body)
+    columns = ("accuracy", "difference", "smallest that could show", "seeds", "verdict")
+    caption = f"Accuracy at full depth, paired by seed. {VERDICTS}"
+    return Table("depth_tasks_claims", caption, columns, body)
 
 
-def draw(axes: Any, results: Results) -> None:
-    """Accuracy over depth on the hardest task that is learned; dense models as lines across."""
-    task = TASKS[HARDEST]
-    for i, name in enumerate(ROWS):
+STYLES = {"fixed": "--", "half": ":"}
+
+
+def draw(axes: Any, label: str, task: str, results: Results) -> None:
+    """Mean accuracy over depth; dense models, which have one depth, as lines across. A dot: a seed at full depth."""
+    models = list(dict.fromkeys(_base(name) for name in ROWS))
+    for name in ROWS:
         runs = list(results.by_seed(config(name, task)).values())
         if not runs:
             continue
+        style = {
+            "color": f"C{models.index(_base(name))}",
+            "ls": STYLES.get(name.rpartition("-")[2], "-"),
+            "label": name,
+        }
         depths = sorted(runs[0].accuracy)
         means = [summary([share(run, k) for run in runs]).mean for k in depths]
         if len(depths) == 1:
-            axes.axhline(means[0], ls="--", color=f"C{i}", label=name)
+            axes.axhline(means[0], lw=1, **style)
         else:
-            axes.plot(depths, means, marker="o", ms=3, color=f"C{i}", label=name)
+            axes.plot(depths, means, **style)
+            full = depths[-1]
+            axes.plot([full] * len(runs), [share(run, full) for run in runs], ".", ms=4, color=style["color"])
     axes.set_xlabel("depth")
-    axes.set_ylabel(f"accuracy, {HARDEST}")
+    axes.set_ylabel(f"accuracy, {label}")
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend(fontsize=7)
+
+
+def _base(name: str) -> str:
+    """The model of a row, without what it was trained with."""
+    return name.removesuffix("-fixed").removesuffix("-half")

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grt.config import ConfigError, RunConfig, config_hash
+from grt.config import ConfigError, RunConfig, config_hash, to_dict
+from grt.paper.compare import NOT_RUN
 from grt.paper.report import Report, Table
 from grt.paper.results import Results
 
@@ -44,6 +45,7 @@ class Experiment:
     runs: Callable[[str, Sequence[int]], list[RunConfig]]
     build: Callable[[Results], Report]
     file: str
+    needs: str = ""  # a path without which its runs cannot be trained
 
 
 def experiments(name: str) -> list[Experiment]:
@@ -59,8 +61,9 @@ def experiments(name: str) -> list[Experiment]:
         raise ConfigError(f"no experiment is named: give one of {known}, or all, or a file with RUNS(scale, seeds).")
     import difflib
 
-    nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.0)[0]
-    raise ConfigError(f"no experiment {name!r}: did you mean {nearest}? (`grt paper list` shows all.)")
+    nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1)
+    meant = f"did you mean {nearest[0]}?" if nearest else "give all, a file with RUNS(scale, seeds), or a name."
+    raise ConfigError(f"no experiment {name!r}: {meant} (`grt paper list` shows all names.)")
 
 
 def _of_file(path: Path) -> Experiment:
@@ -121,7 +124,7 @@ def _of_module(name: str, module: ModuleType) -> Experiment:
         return list({config_hash(config): config for config in _checked(where, module.RUNS(scale, seeds))}.values())
 
     build = getattr(module, "build", None) or (lambda results: plain(name, runs(results.scale, results.seeds), results))
-    return Experiment(name, runs, build, getattr(module, "FILE", name))
+    return Experiment(name, runs, build, getattr(module, "FILE", name), getattr(module, "NEEDS", ""))
 
 
 def _checked(where: str, configs: Any) -> Sequence[RunConfig]:
@@ -143,12 +146,25 @@ def _checked(where: str, configs: Any) -> Sequence[RunConfig]:
 
 
 def plain(name: str, configs: Sequence[RunConfig], results: Results) -> Report:
-    """The table of an experiment that defines none: a row a run."""
+    """The table of an experiment that defines none: a row a run, with every setting in which its runs differ."""
+    settings = [_settings(to_dict(config)) for config in configs]
+    shown = ("model.layout", "optim.lr", "train.seed")
+    differ = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
+    keys = [*shown, *(key for key in differ if key not in (*shown, "name"))]
     rows = []
-    for config in configs:
+    for config, found in zip(configs, settings, strict=True):
         run = results.get(config)
-        found = ("not run", "", "") if run is None else (
+        cells = (NOT_RUN, "", "") if run is None else (
             f"{run.loss:.4f}", f"{run.cost['training_flops']:.3e}", f"{run.cost['seconds']:.0f}")  # fmt: skip
-        rows.append((config.name, config.model.layout, f"{config.optim.lr:g}", str(config.train.seed), *found))
-    columns = ("run", "layout", "learning rate", "seed", "loss", "training FLOPs", "seconds")
+        rows.append((config.name, *(found.get(key, "") for key in keys), *cells))
+    columns = ("run", *keys, "loss", "training FLOPs", "seconds")
     return Report(name, [Table(name, "Validation loss at full depth, nats per token.", columns, rows)])
+
+
+def _settings(nested: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """section.field -> its value as text."""
+    flat: dict[str, str] = {}
+    for key, value in nested.items():
+        inner = _settings(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        flat |= {f"{prefix}{key}": f"{value:g}" if isinstance(value, float) else str(value)} if inner is None else inner
+    return flat

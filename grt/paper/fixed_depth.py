@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from grt.config import RunConfig
-from grt.paper.compare import NOT_RUN, Claim, claims_table
+from grt.paper.compare import NOT_RUN, SPREAD, Claim, claims_table, costs_table, idle_notes, losses_of
 from grt.paper.recipes import row, with_seeds
 from grt.paper.report import Report, Table
 from grt.paper.results import Results
@@ -28,16 +28,22 @@ def RUNS(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
 def build(results: Results) -> Report:
     rows = configs(results.scale)
     R = next(iter(rows.values())).model.blocks.R
-    depths = sorted({1, 2, (R + 1) // 2, R})
+    depths = sorted({0, 1, 2, (R + 1) // 2, R})
     body = []
     for name, config in rows.items():
         runs = results.by_seed(config)
         cells = [str(summary([run.by_depth[k] for run in runs.values()])) if runs else NOT_RUN for k in depths]
-        flops = f"{summary([r.cost['training_flops'] for r in runs.values()]).mean:.3e}" if runs else ""
-        body.append([name, *cells, flops, str(len(runs))])
-    caption = "Loss at each depth of models trained at drawn and at fixed depth; ± is the 95 % interval over seeds."
-    columns = ["model", *(f"depth {k}" for k in depths), "training FLOPs", "seeds"]
+        body.append([name, *cells, str(len(runs))])
+    caption = f"Loss by depth, in nats per token, of models trained at drawn and at fixed depth. {SPREAD}"
+    columns = ["model", *(f"depth {k}" for k in depths), "seeds"]
     claims = [Claim(name, f"{name}-fixed", None) for name in SAMPLED]
-    tables = [Table("fixed_depth", caption, columns, body), claims_table("fixed_depth_claims", rows, results, claims)]
-    notes = ["At equal tokens: drawn depths cost less training FLOPs. Differences are at full depth."]
+    tables = [
+        Table("fixed_depth", caption, columns, body),
+        claims_table("fixed_depth_claims", losses_of(rows, results), claims),
+        costs_table("fixed_depth_costs", "What each costs; loss at full depth in nats per token.", rows, results),
+    ]
+    notes = [
+        "At equal tokens: drawn depths cost less training FLOPs. Differences are at full depth; depth 0 is untrained.",
+        *idle_notes(rows, results),
+    ]
     return Report(f"Sampled against fixed depth at {results.scale} scale", tables, {}, notes)

@@ -27,10 +27,8 @@ def RUNS(scale: str, seeds: Sequence[int]) -> list[RunConfig]:
 
 
 def build(results: Results) -> Report:
-    def loss(config: RunConfig) -> float | None:
-        [config] = with_seeds([config], results.seeds[:1])
-        run = results.get(config)
-        return None if run is None else run.loss
+    def loss(config: RunConfig, depth: int | None = None) -> float | None:
+        return results.losses(config, depth).get(results.seeds[0])
 
     def cells(losses: list[float | None]) -> list[str]:
         found = [value for value in losses if value is not None]
@@ -49,9 +47,16 @@ def build(results: Results) -> Report:
     )  # fmt: skip
     biases = Table(
         "gate_bias",
-        f"GRT by gate bias at learning rate {BIAS_FACTOR * NANO_LR:g}; one seed ({results.seeds[0]}).",
+        f"GRT's loss by gate bias at learning rate {BIAS_FACTOR * NANO_LR:g}; one seed ({results.seeds[0]}).",
         ("", *(f"{bias:+g}" for bias in GATE_BIASES), "in use"),
-        [("grt", *cells([loss(nano("grt", BIAS_FACTOR, bias)) for bias in GATE_BIASES]), f"{NANO_GATE_BIAS:+g}")],
+        [
+            (name, *cells([loss(nano("grt", BIAS_FACTOR, bias), depth) for bias in GATE_BIASES]), in_use)
+            for name, depth, in_use in (
+                ("full depth", None, f"{NANO_GATE_BIAS:+g}"),
+                ("depth 1", 1, ""),
+                ("depth 0", 0, ""),
+            )
+        ],
     )
     notes = [
         "Bold: the smallest of a row that is complete; at the row's end, a better value may lie beyond. One seed does "

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from grt.config import RunConfig
-from grt.paper.compare import costs_table
+from grt.paper.compare import costs_table, idle_notes
 from grt.paper.recipes import METHODS, row, with_seeds
 from grt.paper.report import Report
 from grt.paper.results import Results
+from grt.paper.statistics import summary
 from grt.presets import change
 
 PROSE = "data/prose"
+NEEDS = PROSE
 
 
 def configs(scale: str) -> dict[str, RunConfig]:
@@ -34,5 +36,27 @@ def build(results: Results) -> Report:
     rows = configs(results.scale)
     tables = [costs_table("prose", caption, rows, results)]
     hashes = {run.evaluation["data"]["sha256"] for c in rows.values() for run in results.by_seed(c).values()}
-    notes = [f"sha256 of the validation tokens: {', '.join(sorted(hashes)) or 'not run'}."]
+    notes = [
+        f"The text is the folder {PROSE} where `grt paper run` is called, here English fiction, non-fiction and "
+        "textbooks. A run's hash knows that path and not what is in it: other text there makes another study.",
+        *order(rows, results),
+        *idle_notes(rows, results),
+        f"sha256 of the validation tokens: {', '.join(sorted(hashes)) or 'not run'}.",
+    ]
     return Report(f"Prose at {results.scale} scale", tables, {}, notes)
+
+
+def order(rows: dict[str, RunConfig], results: Results) -> list[str]:
+    """Whether the rows come in the order of tab:main, whose losses are means over seeds of code."""
+    here = {name: summary(list(found.values())).mean for name, c in rows.items() if (found := results.losses(c))}
+    there = {
+        name: summary(list(found.values())).mean for name in rows if (found := results.losses(row(name, results.scale)))
+    }
+    if not rows or not here.keys() == there.keys() == rows.keys():
+        return []
+    best, other = (sorted(losses, key=lambda name: losses[name]) for losses in (here, there))
+    same = "the same" if best == other else "another"
+    return [
+        f"From the smallest loss: {', '.join(best)}. On code it is {same} order: {', '.join(other)}. One seed each "
+        "here."
+    ]

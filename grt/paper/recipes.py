@@ -21,6 +21,11 @@ NANO_LR = 4e-3  # the middle of the sweep
 NANO_FACTOR: dict[str, float] = {"mor": 2.0}
 NANO_GATE_BIAS = 4.0  # likewise
 UNIQUE = "3L"  # dense, as many unique blocks as 1+1x6+1
+# What tables of these rows say of it.
+UNSWEPT = (
+    "Rates were swept for dense 8L and the five methods alone: dense-3L has that of dense 8L, rows of the ladder "
+    "GRT's, and sweeps of their own might move them."
+)
 
 
 def shorten(config: RunConfig) -> RunConfig:

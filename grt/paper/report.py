@@ -27,27 +27,31 @@ class Table:
         return "\n".join([self.caption, "", lines[0], f"|{rule}|", *lines[1:], ""])
 
     def csv(self) -> str:
+        """For programs: numbers without commas, and what follows a ± in a column of its own."""
         out = io.StringIO()
-        rows = [[cell.replace("**", "") for cell in row] for row in [self.columns, *self.rows]]
+        columns = [_plain_column(list(cells)) for cells in zip(self.columns, *self.rows, strict=True)]
+        rows = [[cell for cells in row for cell in cells] for row in zip(*columns, strict=True)]
         csv.writer(out, lineterminator="\n").writerows(rows)
         return out.getvalue()
 
     def latex(self) -> str:
         head, *body = [f"    {_latex_row(row)}" for row in [self.columns, *self.rows]]
-        label = re.sub(r"[^\w:.+-]", "-", self.name.replace("_", ":", 1))
+        label = "tab:" + re.sub(r"[^\w.+-]", "-", self.name.removeprefix("tab_"))
+        columns = "l" + "r" * (len(self.columns) - 1)
+        narrow = len(self.columns) <= WIDEST
         return "\n".join(
             [
                 r"\begin{table}[t]",
                 r"  \centering",
                 f"  \\caption{{{_escape(self.caption)}}}",
                 f"  \\label{{{label}}}",
-                f"  \\begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}",
+                f"{'' if narrow else WIDE}  \\begin{{tabular}}{{{columns}}}",
                 r"    \toprule",
                 head,
                 r"    \midrule",
                 *body,
                 r"    \bottomrule",
-                r"  \end{tabular}",
+                f"  \\end{{tabular}}{'' if narrow else '}'}",
                 r"\end{table}",
                 "",
             ]
@@ -55,9 +59,22 @@ class Table:
 
 
 BOLD = re.compile(r"\*\*(.+?)\*\*")
+SPREAD = " ± "
+GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
+WIDEST = 7  # columns that a page of LaTeX takes in its own size of letters
+WIDE = "  \\resizebox{\\textwidth}{!}{%\n"
 LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "±": r"$\pm$", "×": r"$\times$",
          "`": "", "<": r"$<$", ">": r"$>$", "^": r"\^{}", "−": "$-$", "$": r"\$", "{": r"\{", "}": r"\}",
          "~": r"\textasciitilde{}", "|": r"\textbar{}", "\n": " "}  # fmt: skip
+
+
+def _plain_column(cells: list[str]) -> list[tuple[str, ...]]:
+    """Of each cell what CSV has of it: one value, or two in a column with spreads."""
+    head, *values = [cell.replace("**", "") for cell in cells]
+    values = [value.replace(",", "") if GROUPED.fullmatch(value) else value for value in values]
+    if not any(SPREAD in value for value in values):
+        return [(cell,) for cell in (head, *values)]
+    return [(head, f"{head} ±"), *(value.partition(SPREAD)[::2] for value in values)]
 
 
 def _escape(text: str) -> str:

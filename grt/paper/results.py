@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from grt.config import ConfigError, RunConfig, config_hash, load
@@ -67,6 +68,16 @@ class Result:
     @property
     def by_depth(self) -> dict[int, float]:
         return {int(k): loss for k, loss in self.evaluation["loss_by_depth"].items()}
+
+    @cached_property
+    def gate_mean(self) -> float | None:
+        """Of the state, the share that a step's gates kept when training last looked, mean over steps; None without."""
+        from grt.train.log import read_metrics
+
+        path = self.folder / "metrics.jsonl"
+        rows = [row.get("gate_mean") for row in read_metrics(path)] if path.exists() else []
+        means = [row for row in rows if isinstance(row, list) and row and all(isinstance(g, float) for g in row)]
+        return fmean(means[-1]) if means else None
 
     @property
     def inference_flops(self) -> float:
@@ -138,9 +149,10 @@ class Results:
         found = {seed: self.get(change(config, train={"seed": seed})) for seed in self.seeds}
         return {seed: result for seed, result in found.items() if result is not None}
 
-    def losses(self, config: RunConfig) -> dict[int, float]:
-        """Seed -> loss at full depth."""
-        return {seed: result.loss for seed, result in self.by_seed(config).items()}
+    def losses(self, config: RunConfig, depth: int | None = None) -> dict[int, float]:
+        """Seed -> loss at a depth, the full one unless told."""
+        runs = self.by_seed(config).items()
+        return {seed: run.loss if depth is None else run.by_depth[depth] for seed, run in runs}
 
 
 def collect(run: Path, results: Path) -> Path:

@@ -48,6 +48,7 @@ GATED = {
     "a depth for each": "step",
 }  # fmt: skip
 NOTES = [
+    "A layout is p+bxR+c: p blocks of prelude, b of core, applied R times, c of coda; d is the width, h the heads.",
     "Batch tokens: the caption's formula, 8 x 60 x 1,024, times its number of GPUs (two) would be 983,040. Read "
     "here as 491,520 in all, whatever the number of ranks.",
     "Medium: the caption of the architecture's figure has 2+5x8+2, every table 2+5x4+2. Read here as R = 4.",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from grt.config import RunConfig
-from grt.paper.compare import NOT_RUN, Claim, claims_table
+from grt.paper.compare import NOT_RUN, SPREAD, Claim, claims_table, idle_notes, losses_of
 from grt.paper.recipes import row, with_seeds
 from grt.paper.report import Report, Table
 from grt.paper.results import Results
@@ -26,15 +26,19 @@ def build(results: Results) -> Report:
         printed = [f"{EXPECTED[name][seed]:.3f}" if seed in EXPECTED[name] else "" for seed in results.seeds]
         body.append([f"{name}, paper (small)", *printed, *_summary(list(EXPECTED[name].values()))])
     columns = ["model", *(f"seed {seed}" for seed in results.seeds), "mean", "sd"]
-    caption = f"tab:seeds at {results.scale} scale: loss at full depth; ± is the 95 % interval by t over seeds."
+    caption = f"tab:seeds at {results.scale} scale: loss at full depth in nats per token. {SPREAD}"
     printed = summary([EXPECTED["grt"][s] - EXPECTED["dense"][s] for s in EXPECTED["grt"]])
     claim = Claim("grt", "dense", round(printed.mean, 3))
     rows = {name: row(name, results.scale) for name in ROWS}
     notes = [
         f"The paper's own difference, paired by seed: {printed.mean:+.3f} ± {printed.half:.3f}. By the rule used here "
-        "it is undecided: one dense seed (3.253) makes most of it."
+        "it is undecided: one dense seed (3.253) makes most of it.",
+        *idle_notes(rows, results),
     ]
-    tables = [Table("tab_seeds", caption, columns, body), claims_table("tab_seeds_claims", rows, results, [claim])]
+    tables = [
+        Table("tab_seeds", caption, columns, body),
+        claims_table("tab_seeds_claims", losses_of(rows, results), [claim]),
+    ]
     return Report(f"tab:seeds at {results.scale} scale", tables, {}, notes)
 
 
