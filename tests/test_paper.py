@@ -143,6 +143,21 @@ def test_a_report_is_the_same_bytes_again(tmp_path):
     assert [path.read_bytes() for path in found.write(tmp_path, "name")] == first
 
 
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    """And leaves what was there, and nothing else."""
+    [table, *_] = Report("T", []).write(tmp_path, "name")
+    before = table.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("grt.train.checkpoint.os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as failed:
+        Report("U", []).write(tmp_path, "name")
+    assert failed.value.filename.startswith(str(tmp_path / ".name.md"))
+    assert table.read_bytes() == before and not list(tmp_path.glob(".*"))
+
+
 def test_a_figure_that_fails_leaves_the_old_one(tmp_path):
     [*_, picture] = Report("T", [], {"fig": lambda axes: axes.plot([1, 2])}).write(tmp_path, "name")
     before = picture.read_bytes()
@@ -200,7 +215,10 @@ def test_what_cannot_be_asked_for(capsys, tmp_path, monkeypatch, arguments, says
     [
         ("", "sweep.py has no RUNS: define RUNS(scale, seeds), which returns a list of RunConfig."),
         ("RUNS = [1]", "sweep.py has no RUNS"),
-        ("def RUNS(:", "sweep.py cannot be run (SyntaxError: "),
+        ("def RUNS(:", "sweep.py, line 1 cannot be run (SyntaxError: "),
+        ("x = 1\nx = = 1", "sweep.py, line 2 cannot be run (SyntaxError: "),
+        ("FILE = '../mine'\nRUNS = print", "sweep.py would write ../mine.md, which is another's or no file's name"),
+        ("FILE = 'README'\nRUNS = print", "sweep.py would write README.md, which is another's or no file's name"),
         ("x = 1\nx / 0", "sweep.py, line 2 cannot be run (ZeroDivisionError: division by zero): mend it."),
         ("def RUNS(scale, seeds):\n    return [{}['lr']]", "sweep.py, line 2 cannot be run (KeyError: 'lr'): mend it."),
         ("def RUNS(scale, seeds):\n    return None", "sweep.py returns NoneType: return a list of RunConfig."),
@@ -208,9 +226,11 @@ def test_what_cannot_be_asked_for(capsys, tmp_path, monkeypatch, arguments, says
         ("from grt.presets import preset\npreset('grt-nanoo')", "unknown preset 'grt-nanoo': did you mean grt-nano?"),
     ],
 )
-def test_a_file_that_is_no_experiment(capsys, tmp_path, source, says):
+def test_a_file_that_is_no_experiment(capsys, tmp_path, monkeypatch, source, says):
     (tmp_path / "sweep.py").write_text(source)
-    assert says in refused(capsys, "run", tmp_path / "sweep.py", "--results", tmp_path, "--runs", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for path in ("sweep.py", tmp_path / "sweep.py"):
+        assert says in refused(capsys, "run", path, "--results", tmp_path, "--runs", tmp_path)
 
 
 def test_a_file_without_runs_says_so(capsys, tmp_path):
@@ -220,7 +240,7 @@ def test_a_file_without_runs_says_so(capsys, tmp_path):
     assert capsys.readouterr().out == f"{file} has no runs at scale nano: nothing to train.\n"
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "", "two\nlines", "x" * 65])
+@pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "", "two\nlines", "x" * 65, "\U0001d49c" * 60])
 def test_a_run_whose_name_is_no_folder(capsys, tmp_path, name):
     """It would be trained, and never found."""
     file = tmp_path / "sweep.py"
@@ -240,6 +260,15 @@ def test_a_run_whose_name_is_no_folder(capsys, tmp_path, name):
         (
             "Report('T', [Table('t', '', ['a'], [[3.5]])])",
             "FILE builds a report that is not all text (AttributeError: ",
+        ),
+        ("Report('\\udc80', [])", "FILE builds a report that is not all text (UnicodeEncodeError: "),
+        (
+            "Report('T', [Table('../t', '', ['a'], [])])",
+            "build(results) of FILE names a table or figure '../t': it names",
+        ),
+        (
+            "Report('T', [], {'a/b': print})",
+            "build(results) of FILE names a table or figure 'a/b': it names a file, give",
         ),
         ("Report('T', [], {'fig': lambda axes: 1 / 0})", "FILE, line 3 cannot draw fig (ZeroDivisionError: division"),
         ("Report('T', [], {'fig': lambda axes: axes.set_title('$a_$')})", "FILE cannot draw fig (ValueError: "),

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -67,6 +68,13 @@ def test_seeds_are_those_asked_for(run, config, tmp_path):
     assert Results(tmp_path, "small", [1337]).runs == {}
 
 
+def test_two_folders_of_one_run_are_named(run, tmp_path, capsys):
+    folder = collect(run, tmp_path / "nano")
+    shutil.copytree(folder, tmp_path / "nano" / "runs" / "a copy")
+    said = refused(capsys, "build", "tab_seeds", "--results", tmp_path)
+    assert said == f"{folder.parent / 'a copy'} and {folder} are the same run: remove one of them."
+
+
 def cut(text):
     return text[: len(text) // 2]
 
@@ -117,7 +125,10 @@ def test_a_damaged_result_is_named(run, tmp_path, capsys, spoil, says):
 @pytest.mark.parametrize("name", ["env.json", "config.json"])
 def test_damage_beside_a_result_is_named(run, tmp_path, capsys, name):
     path = collect(run, tmp_path / "nano") / name
-    for text in (cut(path.read_text()), "5", "{}", None):
+    texts = [cut(path.read_text()), "5", "{}", None]
+    if name == "env.json":
+        texts += ['["cpu", "threads", "torch"]', path.read_text().replace('"torch": "', '"torch": "\\udc80')]
+    for text in texts:
         path.unlink() if text is None else path.write_text(text)
         if (name, text) == ("config.json", "{}"):  # a config by defaults, of which the losses are not
             path = path.with_name("result.json")

@@ -6,6 +6,7 @@ But for the slow ones, the runs are forked processes (forked_runs.py).
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def test_a_sweep_is_trained_once_and_built_alike(sweep, tmp_path, capsys, forked
     assert json.loads((folders[0] / "env.json").read_text())["command"].startswith("grt train --config config.json")
 
     assert cli.main(asked(tmp_path, "run", "--jobs", "2")) == 0
-    assert len(forked) == 3 and capsys.readouterr().out == ""
+    assert len(forked) == 3 and capsys.readouterr().out.endswith("sweep.py are done: nothing to train.\n")
     built = []
     for _ in range(2):
         assert cli.main(asked(tmp_path, "build")) == 0
@@ -68,7 +69,7 @@ def test_a_killed_run_goes_on_to_the_same_end(sweep, tmp_path, capsys, forked):
     out = run_folder(tmp_path / "runs" / "nano", config)
     then(lambda: trained(out, 15), lambda: forked[1].kill())  # noqa: PLW0108 - it is not there yet
     assert cli.main(asked(tmp_path, "run", "--threads", "1")) == 1
-    assert f"{out.name}: failed, killed by SIGKILL (0 of 1 left)" in capsys.readouterr().out
+    assert f"{out.name}: failed, killed by SIGKILL (1 of 1 left)" in capsys.readouterr().out
     assert not trained(out, 60) and not list(tmp_path.glob("results/nano/runs/*"))
     assert cli.main(asked(tmp_path, "run", "--threads", "1")) == 0
     assert any(row["event"] == "resume" for row in rows(out, "event"))
@@ -99,7 +100,7 @@ def test_a_signal_to_all(sweep, tmp_path, capsys):
 
 def stopped_and_saved(out: Path, lines: list[str]) -> None:
     """The first of two runs; the second was not begun."""
-    assert lines == [f"{out.name}: started (2 of 2 left)", f"{out.name}: stopped (1 of 2 left)"]
+    assert lines == [f"{out.name}: started (2 of 2 left)", f"{out.name}: stopped (2 of 2 left)"]
     saved(out)
     assert [path.name for path in out.parent.iterdir() if path.is_dir()] == [out.name]
 
@@ -122,7 +123,9 @@ def test_a_run_whose_parent_is_gone_saves_and_leaves(sweep, tmp_path):
     process.stdin.write(json.dumps(to_dict(config)) + "\n")
     process.stdin.flush()
     until(lambda: trained(out, 3))
+    process.terminate()  # of all at once, as when a machine is shut down
     process.stdin.close()  # as the system does for a process that was killed
+    process.terminate()
     assert process.wait(60) == 143
     saved(out)
 
@@ -152,6 +155,33 @@ def test_runs_divide_the_threads_as_many_as_there_are(sweep, tmp_path, monkeypat
         assert (found.n, found.threads) == expected
 
 
+def test_what_cannot_be_written_is_said_before_anything_is_trained(sweep, tmp_path, capsys, forked):
+    sweep({})
+    (tmp_path / "results" / "nano").mkdir(parents=True)
+    (tmp_path / "results" / "nano" / "runs").write_text("")
+    assert cli.main(asked(tmp_path, "run")) == 2
+    assert capsys.readouterr().err == f"grt: --results: {tmp_path}/results/nano/runs is a file: give a folder.\n"
+    (tmp_path / "results" / "nano" / "runs").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grt.paper.results.os.access", lambda path, how: False)  # root may write everywhere
+        assert cli.main(asked(tmp_path, "run")) == 2
+    assert "results/nano/runs cannot be written: give another folder, or mend its per" in capsys.readouterr().err
+    assert not forked
+
+
+def test_a_run_that_cannot_go_on_says_what_always_helps(sweep, tmp_path, capsys, forked):
+    config = seeded(sweep({}, steps=8))
+    assert cli.main(asked(tmp_path, "run")) == 0
+    out = run_folder(tmp_path / "runs" / "nano", config)
+    shutil.rmtree(tmp_path / "results")
+    (out / "metrics.jsonl").write_text("")
+    capsys.readouterr()
+    assert cli.main(asked(tmp_path, "run")) == 2
+    assert f" Or remove {out} and call grt paper run again. (1 of 1 left)" in capsys.readouterr().out
+    shutil.rmtree(out)
+    assert cli.main(asked(tmp_path, "run")) == 0
+
+
 def test_what_a_log_held_before_is_not_the_reason(sweep, tmp_path, data):
     config = seeded(sweep({}))
     found = Engine([config], Results(tmp_path, "nano", [1]), tmp_path, 1, 1)
@@ -168,6 +198,11 @@ def test_the_table_while_it_runs(sweep, tmp_path):
     found = Engine(configs, Results(tmp_path, "nano", [1]), tmp_path, 1, 1)
     found.jobs[0].state = "running"
     found.jobs[1].state, found.jobs[1].why = "failed", "grt: something"
+    shown = Console(width=100, record=True, file=io.StringIO())
+    shown.print(found.table(now=True))
+    now = shown.export_text()
+    assert "running" in now and "something" in now and now.count("tiny") == 2
+    assert "1 running, 1 failed, 1 waiting" in now
     out = run_folder(tmp_path, configs[0])
     out.mkdir()
     row = {"kind": "train", "step": 20, "tokens": 1, "loss": 3.25, "loss_lm": 3.25, "seconds": 240.0, "depth": [1]}
@@ -209,8 +244,11 @@ def told(out: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_whole_processes_train_and_skip(sweep, tmp_path):
+    """In a folder where a file of the user's has a name of the standard library's."""
     sweep({}, {"optim": {"lr": 0.02}}, steps=8)
-    for lines in (4, 0):
-        command = [sys.executable, "-m", "grt", *asked(tmp_path, "run", "--jobs", "2")]
-        found = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=True)
+    (tmp_path / "random.py").write_text("raise RuntimeError('not what you want')\n")
+    for lines in (4, 1):
+        command = [sys.executable, "-P", "-m", "grt", *asked(tmp_path, "run", "--jobs", "2")]
+        here = environment() | {"PYTHONPATH": str(ROOT)}
+        found = subprocess.run(command, env=here, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert len(found.stdout.splitlines()) == lines and found.stderr == ""

@@ -40,7 +40,7 @@ def is_idle(runs: Sequence[Result]) -> bool:
 
 
 def idle_notes(rows: Mapping[str, RunConfig], results: Results) -> list[str]:
-    """A sentence for each recurrent row whose loop does nothing: what it wins is not won by recurrence."""
+    """A sentence for each recurrent row whose loop does next to nothing: what it wins is not won by recurrence."""
     notes = []
     for name, config in rows.items():
         runs, layout = list(results.by_seed(config).values()), config.model.blocks
@@ -49,9 +49,10 @@ def idle_notes(rows: Mapping[str, RunConfig], results: Results) -> list[str]:
         full, none = (summary([run.by_depth[k] for run in runs]) for k in (layout.R, 0))
         kept = [run.gate_mean for run in runs if run.gate_mean is not None]
         gates = f", as its gates keep {summary(kept).mean:.4f} of the state at a step" if kept else ""
+        blocks = layout.p + layout.c
         notes.append(
-            f"The loop of {name} does nothing here{gates}: at depth 0, where the core is not run, its loss is {none}, "
-            f"at full depth {full}. What it shows is a model of {layout.p + layout.c} blocks, and no gain by depth."
+            f"The loop of {name} does next to nothing here{gates}: at depth 0, where the core is not run, its loss is "
+            f"{none}, at full depth {full}. What it shows is mostly a model of {blocks} blocks, not a gain by depth."
         )
     return notes
 

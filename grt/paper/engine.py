@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from grt.train.folder import is_held
 from grt.train.interrupt import Interrupt
 from grt.train.log import Output, read_metrics
 
+PACKAGE = Path(__file__).resolve().parents[1]
 PAUSE = 0.5  # seconds between two looks at the processes
 GRACE = 120  # seconds that a process has to save before it is killed
 
@@ -61,6 +63,7 @@ class Engine:
         """0 when all are done or the time is over; the first failed run's exit code; 130 or 143 after a signal. Runs
         that are stopped save, and go on with the next call."""
         self.runs.mkdir(parents=True, exist_ok=True)
+        self.results.make()
         code = 0
         with Interrupt(max_seconds) as interrupt, self._live() as live:
             while any(job.state in (*PENDING, "running") for job in self.jobs):
@@ -74,7 +77,7 @@ class Engine:
                     if sum(other.state == "running" for other in self.jobs) < self.n:
                         self._begin(job)
                 if live:
-                    live.update(self.table())
+                    live.update(self.table(now=True))
                 time.sleep(PAUSE)
             if live:
                 live.update(self.table())
@@ -95,7 +98,9 @@ class Engine:
 
     def _start(self, job: Job, folder: Path) -> None:
         job.log = (self.runs / f"{folder.name}.log").open("a", encoding="utf-8")
-        command = [sys.executable, "-m", "grt", "paper", "work", str(self.runs), str(self.results.folder)]
+        # -P: modules are not looked for in the current folder, where a user's file may be named as one of them is.
+        isolated = [] if Path.cwd() == PACKAGE.parent else ["-P"]
+        command = [sys.executable, *isolated, "-m", "grt", "paper", "work", str(self.runs), str(self.results.folder)]
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
         # A session of its own: Ctrl-C reaches this process alone, which stops the others once.
         job.process = subprocess.Popen(
@@ -159,19 +164,22 @@ class Engine:
     def _live(self):
         if not self.console.is_terminal:
             return contextlib.nullcontext()
-        return Live(self.table(), console=self.console, refresh_per_second=2)
+        return Live(self.table(now=True), console=self.console, refresh_per_second=2)
 
     def _say(self, text: str) -> None:
         if not self.console.is_terminal:
-            left = sum(job.state in (*PENDING, "running") for job in self.jobs)
+            left = sum(job.state != "done" for job in self.jobs)
             self.console.print(f"{text} ({left} of {len(self.jobs)} left)")
 
-    def table(self) -> Table:
-        """Every run with its state, its step and its last loss."""
-        table = Table()
+    def table(self, now: bool = False) -> Table:
+        """Every run with its state, its step and its last loss; `now`: of those that are at work or went wrong, since a
+        screen holds no more, and how many there are of each state."""
+        states = Counter(job.state for job in self.jobs)
+        table = Table(caption=", ".join(f"{n} {state}" for state, n in states.items()))
+        shown = [job for job in self.jobs if not now or job.state not in ("done", "waiting")]
         for column in ("run", "seed", "state", "step", "loss", "left"):
             table.add_column(column, justify="left" if column in ("run", "state") else "right")
-        for job in self.jobs:
+        for job in shown:
             table.add_row(job.config.name, str(job.config.train.seed), job.why or job.state, *self._progress(job))
         return table
 

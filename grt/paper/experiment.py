@@ -6,6 +6,7 @@ of the paper's (EXPERIMENTS), or a user's own, given by its path.
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -36,7 +37,13 @@ EXPERIMENTS = {
     "fig_kvcache_bar": "fig:kvcache_bar, sharing keys and values on the committed grt-nano",
     "study": "all of it on two pages (README.md)",
 }
-FOLDER_NAME = re.compile(r"[^\W_][\w .,+=@()-]{0,63}")
+NAME = re.compile(r"[^\W_][\w .,+=@()-]{0,63}")
+RULE = "up to 64 letters, digits and ' _.,+=@()-', a letter or digit first"
+
+
+def is_name(text: str) -> bool:
+    """Can it name a file or a folder?"""
+    return bool(NAME.fullmatch(text)) and len(text.encode()) <= 200
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,11 @@ def _of_file(path: Path) -> Experiment:
     if not callable(getattr(module, "RUNS", None)):
         raise ConfigError(f"{path} has no RUNS: define RUNS(scale, seeds), which returns a list of RunConfig.")
     found = _of_module(path.stem, module)
+    if not is_name(found.file) or found.file in (*EXPERIMENTS, "README"):
+        raise ConfigError(
+            f"{path} would write {found.file}.md, which is another's or no file's name: rename it, or give it FILE = "
+            "'NAME'."
+        )
     return replace(found, runs=mending(path)(found.runs), build=lambda results: _built(path, found, results))
 
 
@@ -89,7 +101,10 @@ def mending(path: Path, fails: str = "cannot be run") -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        file = os.path.abspath(path)  # as its frames name it
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        if isinstance(error, SyntaxError) and error.filename == file:
+            lines.append(error.lineno)
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         raise ConfigError(f"{where} {fails} ({type(error).__name__}: {error}): mend it.") from error
 
@@ -102,8 +117,14 @@ def _built(path: Path, experiment: Experiment, results: Results) -> Report:
         kind = type(report).__name__
         raise ConfigError(f"build(results) of {path} returns {kind}: return a Report (grt.paper.report).")
     with mending(path, "builds a report that is not all text"):
-        report.files(experiment.file)
-        figures = {name: _drawn(path, name, draw) for name, draw in report.figures.items()}
+        for text in report.files(experiment.file).values():
+            text.encode()
+    for name in (*(table.name for table in report.tables), *report.figures):
+        if not is_name(name):
+            raise ConfigError(
+                f"build(results) of {path} names a table or figure {name!r}: it names a file, give it {RULE}."
+            )
+    figures = {name: _drawn(path, name, draw) for name, draw in report.figures.items()}
     return replace(report, figures=figures)
 
 
@@ -137,10 +158,9 @@ def _checked(where: str, configs: Any) -> Sequence[RunConfig]:
         if not isinstance(config, RunConfig):
             kind = type(config).__name__
             raise ConfigError(f"RUNS(scale, seeds) of {where} returns a list with {kind}: return a list of RunConfig.")
-        if not FOLDER_NAME.fullmatch(config.name):
+        if not is_name(config.name):
             raise ConfigError(
-                f"RUNS(scale, seeds) of {where} names a run {config.name!r}: as it names a folder, give it up to 64 "
-                "letters, digits and ' _.,+=@()-', a letter or digit first."
+                f"RUNS(scale, seeds) of {where} names a run {config.name!r}: as it names a folder, give it {RULE}."
             )
     return configs
 

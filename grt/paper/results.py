@@ -19,6 +19,7 @@ from typing import Any
 from grt.config import ConfigError, RunConfig, config_hash, load
 from grt.data.tasks import PREFIX
 from grt.presets import change
+from grt.train.checkpoint import write_file
 
 WINDOWS = 256
 LOGGED = 20  # every such training step is kept
@@ -102,6 +103,9 @@ def read(folder: Path) -> Result:
     path = folder / "env.json"
     try:
         environment = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(environment, dict):
+            raise TypeError("it holds no fields")
+        json.dumps(environment, ensure_ascii=False).encode()  # text that no file can hold
         if missing := [name for name in MACHINE if name not in environment]:
             raise KeyError(missing[0])
         path = folder / "result.json"
@@ -122,7 +126,7 @@ class Results:
 
     def __init__(self, root: Path, scale: str, seeds: Sequence[int]) -> None:
         self.folder, self.scale, self.seeds = root / scale, scale, tuple(seeds)
-        for folder in (root, self.folder):
+        for folder in (root, self.folder, self.folder / "runs"):
             if folder.exists() and not folder.is_dir():
                 raise ConfigError(f"--results: {folder} is a file: give a folder.")
 
@@ -133,8 +137,19 @@ class Results:
 
     def _read(self, folders: str) -> dict[str, Result]:
         paths = sorted((self.folder / "runs").glob(f"{folders}/result.json"))
-        found = [read(path.parent) for path in paths if not path.parent.name.startswith(".")]
-        return {config_hash(result.config): result for result in found}
+        found: dict[str, Result] = {}
+        for result in [read(path.parent) for path in paths if not path.parent.name.startswith(".")]:
+            other = found.setdefault(config_hash(result.config), result)
+            if other is not result:
+                raise ConfigError(f"{other.folder} and {result.folder} are the same run: remove one of them.")
+        return found
+
+    def make(self) -> None:
+        """The folder of finished runs, before something is trained for it. ConfigError where it cannot be written."""
+        folder = self.folder / "runs"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"--results: {folder} cannot be written: give another folder, or mend its permissions.")
 
     def look_again(self, config: RunConfig) -> Result | None:
         """`get`, with what other processes have collected meanwhile."""
@@ -185,7 +200,7 @@ def _write(folder: Path, files: dict[str, str]) -> Path:
     temporary.mkdir(parents=True)
     try:
         for name, text in files.items():
-            (temporary / name).write_text(text, encoding="utf-8")
+            write_file(temporary / name, text.encode())
         if folder.exists():  # another process was faster, or result.json was lost
             shutil.rmtree(folder)
         os.rename(temporary, folder)

@@ -51,6 +51,7 @@ def train_only(
                 f"--only {prefix!r} names {len(found)} runs: give more of the hash, as --sbatch prints it."
             )
         chosen.append(hashes[found[0]])
+    results.make()
     deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
     for config in chosen:
         left = deadline - time.monotonic()

@@ -73,18 +73,25 @@ def sha256(path: Path) -> str:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and fsync: when this returns, the bytes are on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write and fsync: when this returns, the bytes are on the disk. The OSError of a full disk names the file."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def replace_file(path: Path, text: str) -> None:
     """Put `text` into `path` so that a reader, or a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    write_file(temporary, text.encode())
-    os.replace(temporary, path)
+    try:
+        write_file(temporary, text.encode())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

@@ -27,9 +27,11 @@ def parse_duration(text: str) -> float:
 
 
 class Interrupt:
-    """While entered, remembers the first of these signals instead of dying of it; a second one kills as usual."""
+    """While entered, remembers the first of these signals instead of dying of it; a second one kills as usual, or is
+    ignored too (`once`: of a process whose parent stops it, and ends it by SIGKILL if need be)."""
 
-    def __init__(self, max_seconds: float | None = None) -> None:
+    def __init__(self, max_seconds: float | None = None, once: bool = False) -> None:
+        self.once = once
         self.signal: signal.Signals | None = None
         self.deadline = None if max_seconds is None else time.monotonic() + max_seconds
         self.previous: dict[signal.Signals, object] = {}
@@ -46,7 +48,11 @@ class Interrupt:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        self._restore()
+        if self.once:
+            for other in self.previous:
+                signal.signal(other, signal.SIG_IGN)
+        else:
+            self._restore()
         if number == HANGUP:
             _leave_terminal()
 

@@ -119,16 +119,15 @@ class Trainer:
             self.state.dtype = dtype_name(self.dtype)
             self.state.peak, self.state.peak_source = peak_flops(self.device, self.dtype)
 
-    def run(self, max_seconds: float | None = None) -> int:
-        """Train to the last step, or to a signal or time limit; returns the exit code (0, 129, 130 or 143).
-
-        Raises NonFiniteError where the loss or a gradient is not finite.
+    def run(self, max_seconds: float | None = None, once: bool = False) -> int:
+        """Train to the last step, or to a signal or time limit; returns the exit code (0, 129, 130 or 143). `once`:
+        further signals are ignored. Raises NonFiniteError where the loss or a gradient is not finite.
         """
         config = self.config.train
         display = Display(config.steps, self.state.step)
         self._say_start(display)
         try:
-            with Interrupt(max_seconds) as interrupt:
+            with Interrupt(max_seconds, once) as interrupt:
                 while self.state.step < config.steps:
                     row = self.optimizer_step()
                     display.update(self.state.step, row["loss"], row["tokens_per_s"], row["mfu"])
