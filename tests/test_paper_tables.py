@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from grt.config import config_hash
+from grt.config import ConfigError, config_hash
 from grt.paper import depth_tasks, fig_kvcache_bar, properties, prose, study, tab_hyperparams, tab_method_comparison
 from grt.paper.compare import Claim, claims_table, idle_notes, losses_of
 from grt.paper.properties import probe
@@ -206,6 +206,10 @@ def test_the_study_has_longer_runs_beside_it(results):
         ("`models/*-nano.json`", "16.38", "9", "-2", "1.5000", "1.6000", "3.0000", "1.7000", "+0.1000"),
     ]
     assert study.longer(Results(results.folder.parent, "small", [1])) == []
+    for text in ("{", "[]", '{"step": 1, "windows": 9, "loss_by_depth": {"0": NaN}}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"grt-nano\.json is damaged \(.*\): write it anew"):
+            study.longer(results)
 
 
 def test_the_order_on_prose_is_held_against_that_on_code(results):

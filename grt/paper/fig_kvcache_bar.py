@@ -74,9 +74,8 @@ def ours(found: dict[str, dict[str, Any]]) -> str:
     cloze = [row["cloze"] for row in found.values()]
     error = max(row["cloze_se"] for row in found.values())
     told = "less" if max(cloze) - min(cloze) < error else "more"
-    verdict = (
-        "holds" if min(set(order) - {"full"}, key=order.index) == "mean" and order[-1] == "last" else "does not hold"
-    )
+    shared = [strategy for strategy in order if strategy != "full"]
+    verdict = "holds" if (shared[0], shared[-1]) == ("mean", "last") else "does not hold"
     return (
         f"Ours, from the smallest loss: {', '.join(order)}. So by loss the order of the figure {verdict} here. "
         f"Accuracies differ by {max(cloze) - min(cloze):.4f} at most, {told} than one standard error ({error:.4f})."

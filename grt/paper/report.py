@@ -59,7 +59,7 @@ class Table:
 
 
 BOLD = re.compile(r"\*\*(.+?)\*\*")
-SPREAD = " ± "
+PLUS_MINUS = " ± "
 GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
 WIDEST = 7  # columns that a page of LaTeX takes in its own size of letters
 WIDE = "  \\resizebox{\\textwidth}{!}{%\n"
@@ -72,9 +72,9 @@ def _plain_column(cells: list[str]) -> list[tuple[str, ...]]:
     """Of each cell what CSV has of it: one value, or two in a column with spreads."""
     head, *values = [cell.replace("**", "") for cell in cells]
     values = [value.replace(",", "") if GROUPED.fullmatch(value) else value for value in values]
-    if not any(SPREAD in value for value in values):
+    if not any(PLUS_MINUS in value for value in values):
         return [(cell,) for cell in (head, *values)]
-    return [(head, f"{head} ±"), *(value.partition(SPREAD)[::2] for value in values)]
+    return [(head, f"{head} ±"), *(value.partition(PLUS_MINUS)[::2] for value in values)]
 
 
 def _escape(text: str) -> str:

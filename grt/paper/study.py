@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from grt.config import RunConfig, config_hash
+from grt.config import ConfigError, RunConfig, config_hash
 from grt.paper import ablation_ladder, depth_tasks, equal_flops, fixed_depth, learning_rates, prose, tab_main
 from grt.paper.compare import NOT_RUN, PAPERS, SPREAD, VERDICTS, idle_notes
 from grt.paper.recipes import UNSWEPT
 from grt.paper.report import Report, Table
-from grt.paper.results import WINDOWS, Result, Results
+from grt.paper.results import WINDOWS, Result, Results, check_numbers
 from grt.paper.statistics import summary
 from grt.presets import preset
 
@@ -72,16 +73,24 @@ def longer(results: Results) -> list[Table]:
     for file in LONGER:
         paths = [results.folder.parent / file.format(name) for name in ("dense", "grt")]
         if all(path.is_file() for path in paths):
-            reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-            by_depth = [{int(k): loss for k, loss in report["loss_by_depth"].items()} for report in reports]
-            last = reports[1]
-            rows.append(against(f"`{file.format('*')}`", presets[1], last["step"], last["windows"], *by_depth))
+            (_, _, dense), (step, windows, grt) = map(evaluated, paths)
+            rows.append(against(f"`{file.format('*')}`", presets[1], step, windows, dense, grt))
     columns = ("results", "tokens (M)", "windows", "gate bias", "dense", "grt", "depth 0", "depth 1", "grt - dense")
     caption = (
         "GRT against dense 8L after more tokens: this study beside longer runs of the presets dense-nano and grt-nano, "
         "one seed each, whose gates begin open: budget and recipe both differ. Depths 0 and 1 are GRT's."
     )
     return [Table("study_longer", caption, columns, rows)] if results.scale == "nano" else []
+
+
+def evaluated(path: Path) -> tuple[int, int, dict[int, float]]:
+    """Step, windows and loss by depth of what `grt eval --json` printed. ConfigError where it is damaged."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        check_numbers({name: report[name] for name in ("step", "windows")} | report["loss_by_depth"])
+        return report["step"], report["windows"], {int(k): loss for k, loss in report["loss_by_depth"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): write it anew with `grt eval RUN --json`.") from None
 
 
 def against(
