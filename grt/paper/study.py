@@ -64,7 +64,9 @@ def mean_at(runs: Sequence[Result], depth: int) -> str:
 
 def longer(results: Results) -> list[Table]:
     """The presets dense-nano and grt-nano after more tokens, where those results lie beside this scale's folder."""
-    presets, here = (preset("dense-nano"), preset("grt-nano")), tab_main.configs(results.scale, "isoflop")
+    if results.scale != "nano":
+        return []
+    presets, here = (preset("dense-nano"), preset("grt-nano")), tab_main.configs("nano", "isoflop")
     rows = []
     runs = [list(results.by_seed(here[name]).values()) for name in ("dense", "grt")]
     if all(runs):
@@ -80,7 +82,7 @@ def longer(results: Results) -> list[Table]:
         "GRT against dense 8L after more tokens: this study beside longer runs of the presets dense-nano and grt-nano, "
         "one seed each, whose gates begin open: budget and recipe both differ. Depths 0 and 1 are GRT's."
     )
-    return [Table("study_longer", caption, columns, rows)] if results.scale == "nano" else []
+    return [Table("study_longer", caption, columns, rows)]
 
 
 def evaluated(path: Path) -> tuple[int, int, dict[int, float]]:
