@@ -66,7 +66,7 @@ def longer(results: Results) -> list[Table]:
     """The presets dense-nano and grt-nano after more tokens, where those results lie beside this scale's folder."""
     if results.scale != "nano":
         return []
-    presets, here = (preset("dense-nano"), preset("grt-nano")), tab_main.configs("nano", "isoflop")
+    longer_grt, here = preset("grt-nano"), tab_main.configs("nano", "isoflop")
     rows = []
     runs = [list(results.by_seed(here[name]).values()) for name in ("dense", "grt")]
     if all(runs):
@@ -76,7 +76,7 @@ def longer(results: Results) -> list[Table]:
         paths = [results.folder.parent / file.format(name) for name in ("dense", "grt")]
         if all(path.is_file() for path in paths):
             (_, _, dense), (step, windows, grt) = map(evaluated, paths)
-            rows.append(against(f"`{file.format('*')}`", presets[1], step, windows, dense, grt))
+            rows.append(against(f"`{file.format('*')}`", longer_grt, step, windows, dense, grt))
     columns = ("results", "tokens (M)", "windows", "gate bias", "dense", "grt", "depth 0", "depth 1", "grt - dense")
     caption = (
         "GRT against dense 8L after more tokens: this study beside longer runs of the presets dense-nano and grt-nano, "
