@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from grt.config import load
-from grt.eval_report import evaluation_report
-from grt.train.compare import Finished
-from grt.train.log import read_metrics
-from grt.train.plots import draw_comparison
+from grt.console import read_metrics
+from grt.evals.report import evaluation_report
+from grt.runs.compare import Finished
+from grt.runs.plots import draw_comparison
 
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "methods"
 WINDOWS = 256  # of the validation split, from its start

@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import median
 
 from grt.config import RunConfig
-from grt.paper.engine import Engine, cores
-from grt.paper.recipes import nano, with_seeds
-from grt.paper.results import Results
-from grt.paper.worker import run_folder
+from grt.console import read_metrics
+from grt.experiments.recipes import nano, with_seeds
 from grt.presets import change
-from grt.train.log import read_metrics
+from grt.study.engine import Engine, cores
+from grt.study.results import Results
+from grt.study.worker import run_folder
 
 SEEDS = (1, 2)
 WARM = 5  # steps

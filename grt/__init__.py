@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 from grt.config import VERSION as __version__
 
 if TYPE_CHECKING:
+    from grt.backbone.context import LoopContext
     from grt.config import ModelConfig, RunConfig
+    from grt.decode.stream import generate
     from grt.evals.loss import evaluate
-    from grt.infer.generate import generate
     from grt.methods import build_model
-    from grt.model.context import LoopContext
     from grt.model.depth import Depth
     from grt.presets import preset
-    from grt.train.checkpoint import load_model
+    from grt.runs.checkpoint import load_model
     from grt.train.loop import Trainer
 
 __all__ = [
@@ -33,13 +33,13 @@ __all__ = [
 # No name may also be that of a module here: importing grt.train, say, makes `grt.train` the module for good.
 _HOMES = {
     "Depth": "grt.model.depth",
-    "LoopContext": "grt.model.context",
+    "LoopContext": "grt.backbone.context",
     "ModelConfig": "grt.config",
     "RunConfig": "grt.config",
     "build_model": "grt.methods",
     "evaluate": "grt.evals.loss",
-    "generate": "grt.infer.generate",
-    "load_model": "grt.train.checkpoint",
+    "generate": "grt.decode.stream",
+    "load_model": "grt.runs.checkpoint",
     "preset": "grt.presets",
     "Trainer": "grt.train.loop",
 }

@@ -14,8 +14,8 @@ from tiny import start, tiny, write_text
 
 from grt import cli
 from grt.config import dump
-from grt.paper import engine
 from grt.presets import change
+from grt.study import engine
 
 SWEEP = """
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 import torch
 
-from grt.model.context import LoopContext
+from grt.backbone.context import LoopContext
 
 
 def naive_states(model, ids, k):

@@ -1,7 +1,7 @@
 """What the tests of speculative decoding share: one prompt, and a stream that drafts after it."""
 
-from grt.infer.sampling import Sampling
-from grt.infer.speculative import Draft, SpeculativeStream
+from grt.decode.sampling import Sampling
+from grt.decode.speculative import Draft, SpeculativeStream
 
 PROMPT = [3, 1, 4]
 GREEDY = Sampling(0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from grt.model import block
-from grt.model.block import PRODUCTS_UP_TO, attend
+from grt.backbone import block
+from grt.backbone.block import PRODUCTS_UP_TO, attend
 
 
 def heads(T: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from grt import cli
 from grt.bench import decoding, latency, memory
 from grt.config import ConfigError, ModelConfig
-from grt.infer.generate import generate
+from grt.decode.stream import generate
 from grt.methods import build_model
 from grt.model import cost
 

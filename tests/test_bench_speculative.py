@@ -8,7 +8,7 @@ import torch
 from grt import cli
 from grt.bench import speculative
 from grt.config import ConfigError
-from grt.infer.speculative import Tally, expected_tokens
+from grt.decode.speculative import Tally, expected_tokens
 
 
 @pytest.fixture

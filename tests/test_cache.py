@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from grt.backbone.block import project
+from grt.backbone.context import LoopContext
+from grt.cache.kv import KVCache
 from grt.config import ConfigError
 from grt.methods import METHODS
-from grt.model.block import project
-from grt.model.cache import KVCache
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.recurrent import last_of
+from grt.model.loop import last_of
 
 EXACT = {"rtol": 0, "atol": 1e-11}  # float64
 SHARED = ("first", "last", "mean", "mod:1", "mod:2", "mod:3", "mod:7")

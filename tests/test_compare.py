@@ -14,8 +14,8 @@ from grt.methods import build_model
 from grt.model.cost import training_flops
 from grt.model.depth import Depth
 from grt.presets import change
-from grt.train import compare
-from grt.train.compare import Finished, comparison_report
+from grt.runs import compare
+from grt.runs.compare import Finished, comparison_report
 
 
 @pytest.fixture(autouse=True)

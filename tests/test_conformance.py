@@ -10,9 +10,9 @@ import math
 import pytest
 import torch
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError, ModelConfig
 from grt.methods import METHODS, build_model, depth_sampler
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
 
 CASES = [(method, "1+2x3+1") for method in METHODS] + [("ladder", "4L")]

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError
 from grt.evals import continuations
 from grt.evals.continuations import (
@@ -21,11 +22,10 @@ from grt.evals.continuations import (
 )
 from grt.evals.scores import ScoreFile, Scores, key_of
 from grt.evals.sharing import forced_log_probs
+from grt.exits.loop import halting_cache, run_halting
+from grt.exits.policies import Exit, asked_exit, parse_exit
 from grt.methods import METHODS
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.exit import Exit, asked_exit, parse_exit
-from grt.model.halting import halting_cache, run_halting
 
 T = 12  # the tiny models' context
 STRATEGIES = ("full", "first", "last", "mean", "mod:2", "first:all")

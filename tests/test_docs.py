@@ -15,9 +15,9 @@ import tyro
 
 import grt
 from grt import cli
+from grt.cli.report import diagram
 from grt.config import ConfigError, Layout, RunConfig
 from grt.presets import preset
-from grt.report import diagram
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
@@ -126,7 +126,7 @@ def check_commands(text: str, root: Path) -> list[str]:
     complaints = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tyro, "cli", parse_only)
-        patch.setattr("grt.options.load", lambda path: RunConfig())
+        patch.setattr("grt.cli.options.load", lambda path: RunConfig())
         for program, *words in command_lines(text):
             if program == "make":
                 wrong = [word for word in words if re.fullmatch(r"[a-z-]+", word) and word not in targets]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from grt.model.context import LoopContext
+from grt.backbone.context import LoopContext
 from grt.model.depth import Depth
 
 R = 3

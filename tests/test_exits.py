@@ -10,12 +10,12 @@ from tiny_model import build_tiny
 from grt import cli
 from grt.bench.halting import against_fixed, bench_halting, bootstrap, measured
 from grt.config import ConfigError
-from grt.evals.halting import calibrate, halted_loss
+from grt.evals.early_exit import calibrate, halted_loss
 from grt.evals.loss import evaluate
+from grt.exits.policies import POLICIES, Exit, FixedDepth
 from grt.methods import METHODS
 from grt.model import cost
-from grt.model.exit import POLICIES, Exit, FixedDepth
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 
 @pytest.fixture(scope="module")

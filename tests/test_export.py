@@ -16,7 +16,7 @@ from grt.cli import main
 from grt.data.tokenizer import get_tokenizer
 from grt.methods import METHODS
 from grt.model import cost
-from grt.train.checkpoint import CheckpointError, load_model
+from grt.runs.checkpoint import CheckpointError, load_model
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
@@ -153,7 +153,7 @@ def test_the_committed_model(nano):
     batch = tokenizer(["import", "def f("], return_tensors="pt", padding=True)
     assert batch["attention_mask"].tolist() == [[1] * 6, [1] * 6] and tokenizer.pad_token_id == 256
     said = hf.generate(**batch, max_new_tokens=12, do_sample=False, num_steps=3)
-    from grt.infer.generate import generate
+    from grt.decode.stream import generate
 
     want = list(generate(model, list(b"import"), max_new_tokens=12, depth=3, temperature=0))
     assert tokenizer.decode(said[0]) == "import" + bytes(want).decode()
@@ -236,7 +236,7 @@ def test_a_folder_that_is_there_is_not_touched(nano, capsys):
 def test_our_own_loader_refuses_a_missing_tensor(tmp_path):
     """Where transformers would begin it anew (tests/test_hf_model.py)."""
     from grt.config import config_hash
-    from grt.train.checkpoint import write_folder
+    from grt.runs.checkpoint import write_folder
 
     model, config = load_model(NANO)
     state = {k: v for k, v in model.state_dict().items() if k != "rule.gate.down.bias"}

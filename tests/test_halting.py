@@ -11,16 +11,16 @@ import torch
 from test_cache import Oracle
 from torch.nn import functional as F
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError
-from grt.infer.decoder import Decoder
-from grt.infer.generate import Stream, generate
-from grt.infer.halting import HaltingDecoder
-from grt.infer.sampling import Sampling
+from grt.decode.decoder import Decoder
+from grt.decode.early_exit import HaltingDecoder
+from grt.decode.sampling import Sampling
+from grt.decode.stream import Stream, generate
+from grt.exits.loop import halting_cache, run_halting
+from grt.exits.policies import POLICIES, Exit, FixedDepth, Spent, parse_exit, with_threshold
 from grt.methods.ouro import exit_distribution, exit_step
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.exit import POLICIES, Exit, FixedDepth, Spent, parse_exit, with_threshold
-from grt.model.halting import halting_cache, run_halting
 
 EXACT = {"rtol": 0, "atol": 1e-11}  # float64
 PROMPT = 5

@@ -14,7 +14,7 @@ from grt.evals.harness import HarnessModel
 from grt.evals.loss import evaluate
 from grt.evals.scores import ScoreFile
 from grt.evals.sharing import forced_log_probs
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from nano_tasks import NANO, ROOT, TASKS, harness_model
 
 from grt.evals import benchmarks
 from grt.evals.benchmarks import load_tasks
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 REAL = ROOT.parent / "shared" / "data" / "eval"
 KNOWN = ROOT / "tests" / "assets" / "real_items.json"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from grt.infer import kernels
-from grt.infer.decoder import Decoder
-from grt.infer.quantize import keep_weights, kept
-from grt.model.head import FEW, largest_again, logits_for_decoding
+from grt.backbone.head import FEW, largest_again, logits_for_decoding
+from grt.cpu import kernels
+from grt.decode.decoder import Decoder
+from grt.decode.quantize import keep_weights, kept
 
 
 @pytest.fixture

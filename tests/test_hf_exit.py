@@ -5,9 +5,9 @@ import torch
 from test_hf_generate import PROMPTS, greedy, grts, padded
 
 from grt.config import ConfigError
-from grt.infer.generate import Stream
-from grt.infer.sampling import Sampling
-from grt.model.exit import asked_exit
+from grt.decode.sampling import Sampling
+from grt.decode.stream import Stream
+from grt.exits.policies import asked_exit
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grt.config import ConfigError
-from grt.infer.generate import generate
+from grt.decode.stream import generate
 from grt.methods import METHODS
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")

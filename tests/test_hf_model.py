@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError
 from grt.methods import METHODS
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")

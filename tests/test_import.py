@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grt.cli import main
+from grt.cli.options import starting_config
 from grt.config import Layout
-from grt.infer.generate import generate
+from grt.decode.stream import generate
 from grt.methods import build_model
 from grt.model.convert import convert
-from grt.options import starting_config
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 

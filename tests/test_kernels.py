@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from grt.infer import kernels
-from grt.infer.quantize import kept
+from grt.cpu import kernels
+from grt.decode.quantize import kept
 
 PATHS = ("avx512", "avx2", "portable")
 SIZES = [(1, 1), (3, 5), (6, 15), (7, 63), (5, 64), (9, 65), (2, 200), (130, 129)]

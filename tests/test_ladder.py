@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from grt.backbone.context import LoopContext
 from grt.methods import METHODS
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
 from grt.model.rule import UpdateRule
 from grt.presets import preset

@@ -10,7 +10,7 @@ from grt import cli
 from grt.data.loader import bigram_entropy
 from grt.data.prepare import prepare
 from grt.evals.loss import evaluate
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 NAMES = ["grt-nano", "dense-nano"]

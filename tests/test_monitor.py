@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from grt.backbone.context import LoopContext
 from grt.methods.ouro import exit_distribution
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
 from grt.train.monitor import monitor, warnings_for
 

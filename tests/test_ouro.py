@@ -10,12 +10,12 @@ import pytest
 import torch
 from naive_ouro import naive_ce, naive_p, naive_states
 
+from grt.backbone.context import LoopContext
 from grt.config import ModelConfig
+from grt.device import autocast
 from grt.methods import build_model, depth_sampler
 from grt.model import cost
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.precision import autocast
 from grt.train.memory import training_peak
 
 both_carries = pytest.mark.parametrize("carry", ["normed", "raw"])

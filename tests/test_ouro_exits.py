@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from naive_ouro import naive_p
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError, ModelConfig
 from grt.methods.ouro import Ouro, exit_distribution, exit_step
-from grt.model.context import LoopContext
 
 unit = st.floats(0, 1, allow_subnormal=False)
 

@@ -3,10 +3,10 @@
 import pytest
 
 from grt import cli
-from grt.paper.experiment import EXPERIMENTS, plain
-from grt.paper.results import Results
-from grt.paper.statistics import Summary, below, summary, t_quantile
 from grt.presets import change, preset
+from grt.study.experiment import EXPERIMENTS, plain
+from grt.study.results import Results
+from grt.study.statistics import Summary, below, summary, t_quantile
 
 
 def refused(capsys, *arguments: object) -> str:
@@ -148,7 +148,7 @@ def test_a_run_whose_name_is_no_folder(capsys, tmp_path, name):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("None", "build(results) of FILE returns NoneType: return a Report (grt.paper.report)."),
+        ("None", "build(results) of FILE returns NoneType: return a Report (grt.study.report)."),
         ("Report('T', None)", "FILE builds a report that is not all text (TypeError: "),
         (
             "Report('T', [Table('t', '', ['a'], [[3.5]])])",
@@ -169,7 +169,7 @@ def test_a_run_whose_name_is_no_folder(capsys, tmp_path, name):
 )
 def test_a_build_that_builds_nothing(capsys, tmp_path, source, says):
     file = tmp_path / "sweep.py"
-    lines = ["from grt.paper.report import Report, Table", "RUNS = lambda scale, seeds: []"]
+    lines = ["from grt.study.report import Report, Table", "RUNS = lambda scale, seeds: []"]
     file.write_text("\n".join([*lines, f"build = lambda results: {source}\n"]))
     assert refused(capsys, "build", file, "--results", tmp_path).startswith(says.replace("FILE", str(file)))
 
@@ -179,7 +179,7 @@ def test_a_build_of_ones_own(capsys, tmp_path):
     file = tmp_path / "sweep.py"
     file.write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from grt.paper.report import Report\nFILE = 'mine'\n"
+        "from grt.study.report import Report\nFILE = 'mine'\n"
         "@dataclass\nclass Row:\n    x: int\n"
         "def RUNS(scale, seeds):\n    return []\n"
         "def build(results):\n    return Report(f'{results.scale} {results.seeds}', [][: Row(1).x])\n"

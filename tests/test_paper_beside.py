@@ -10,10 +10,10 @@ from forked_runs import asked, seeded, then
 from tiny import ROOT, environment, quick, rows
 
 from grt import cli
-from grt.paper import engine
-from grt.paper.results import Results
-from grt.paper.worker import HELD, run_folder, train_and_collect
-from grt.train.folder import FolderLock, is_held
+from grt.runs.folder import FolderLock, is_held
+from grt.study import engine
+from grt.study.results import Results
+from grt.study.worker import HELD, run_folder, train_and_collect
 
 data, sweep, forked = forked_runs.data, forked_runs.sweep, forked_runs.forked
 
@@ -53,7 +53,7 @@ def test_a_run_that_another_process_began_just_before(sweep, tmp_path, capsys, f
 
 def test_a_run_is_held_until_it_is_collected(sweep, tmp_path, monkeypatch):
     config, seen = seeded(sweep({}, steps=2)), []
-    monkeypatch.setattr("grt.paper.results.collect", lambda out, results: seen.append(is_held(out)))
+    monkeypatch.setattr("grt.study.results.collect", lambda out, results: seen.append(is_held(out)))
     quick(monkeypatch)
     assert train_and_collect(config, tmp_path, tmp_path / "results") == 0
     assert seen == [True] and not is_held(run_folder(tmp_path, config))

@@ -5,8 +5,8 @@ import io
 
 import pytest
 
-from grt.paper import report
-from grt.paper.report import Report, Table
+from grt.study import report
+from grt.study.report import Report, Table
 
 TABLE = Table("tab_x_y", "Loss ± sd, 5 %.", ("model", "loss"), [("a_b & c", "**1.5**"), ("$d~{e}", "")])
 
@@ -89,7 +89,7 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("grt.train.checkpoint.os.fsync", full)
+    monkeypatch.setattr("grt.runs.checkpoint.os.fsync", full)
     with pytest.raises(OSError, match="No space left") as failed:
         Report("U", []).write(tmp_path, "name")
     assert failed.value.filename.startswith(str(tmp_path / ".name.md"))

@@ -12,10 +12,10 @@ from tiny import finish, quick, tiny, write_text
 
 from grt import cli
 from grt.config import config_hash, dump, load
-from grt.paper import slurm
-from grt.paper.results import LOGGED, Result, Results, collect
+from grt.console import read_metrics
 from grt.presets import change
-from grt.train.log import read_metrics
+from grt.study import slurm
+from grt.study.results import LOGGED, Result, Results, collect
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_collecting(run, config, tmp_path):
 
 def test_what_is_collected_is_whole_or_not_there(run, config, tmp_path, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grt.paper.results.os.rename", lambda *paths: exec("raise OSError(28, 'No space left')"))
+        patch.setattr("grt.study.results.os.rename", lambda *paths: exec("raise OSError(28, 'No space left')"))
         with pytest.raises(OSError, match="No space left"):
             collect(run, tmp_path / "nano")
     assert not list((tmp_path / "nano" / "runs").iterdir())

@@ -21,11 +21,11 @@ from tiny import ROOT, environment, result, rows
 
 from grt import cli
 from grt.config import config_hash, to_dict
-from grt.paper.engine import Engine
-from grt.paper.results import Results
-from grt.paper.worker import run_folder
 from grt.presets import change
-from grt.train.folder import FolderLock, is_held
+from grt.runs.folder import FolderLock, is_held
+from grt.study.engine import Engine
+from grt.study.results import Results
+from grt.study.worker import run_folder
 from grt.train.interrupt import Interrupt
 
 data, sweep, forked = forked_runs.data, forked_runs.sweep, forked_runs.forked
@@ -163,7 +163,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_trained(sweep, tmp_pa
     assert capsys.readouterr().err == f"grt: --results: {tmp_path}/results/nano/runs is a file: give a folder.\n"
     (tmp_path / "results" / "nano" / "runs").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grt.paper.results.os.access", lambda path, how: False)  # root may write everywhere
+        patch.setattr("grt.study.results.os.access", lambda path, how: False)  # root may write everywhere
         assert cli.main(asked(tmp_path, "run")) == 2
     assert "results/nano/runs cannot be written: give another folder, or mend its per" in capsys.readouterr().err
     assert not forked

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_equations import EXACT, block, layer_norm
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError, Layout, ModelConfig
 from grt.methods import build_model, depth_sampler
 from grt.model import cost
-from grt.model.context import LoopContext
 from grt.model.depth import Depth, lognormal_poisson
 from grt.train.loop import slot_seed
 

@@ -11,11 +11,11 @@ from tiny import ROOT
 from grt import cli
 from grt.bench import latency
 from grt.config import ConfigError, ModelConfig
-from grt.infer import kernels
-from grt.infer.decoder import Decoder
-from grt.infer.generate import Stream, generate
-from grt.infer.quantize import Kept, keep_weights, kept
-from grt.infer.sampling import Sampling
+from grt.cpu import kernels
+from grt.decode.decoder import Decoder
+from grt.decode.quantize import Kept, keep_weights, kept
+from grt.decode.sampling import Sampling
+from grt.decode.stream import Stream, generate
 from grt.methods import METHODS
 from grt.model import cost
 

@@ -10,16 +10,16 @@ from tiny import finish, quick, rows, write_text
 from tiny import tiny as tiny_run
 
 from grt import cli
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError, ModelConfig
 from grt.data.tokenizer import get_tokenizer
+from grt.decode.decoder import Decoder
+from grt.decode.stream import generate
 from grt.evals.cloze import _ids
-from grt.infer.decoder import Decoder
-from grt.infer.generate import generate
 from grt.methods import METHODS, build_model
 from grt.model import cost
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.train.compare import Finished
+from grt.runs.compare import Finished
 from grt.train.diagnose import NonFiniteError
 from grt.train.loop import Trainer
 from grt.train.memory import training_peak

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from grt.config import config_hash, load
-from grt.paper import learning_rates
-from grt.paper.experiment import EXPERIMENTS, experiments
-from grt.paper.recipes import NANO_FACTOR, NANO_GATE_BIAS, SEEDS, nano
-from grt.paper.results import Results
+from grt.experiments import learning_rates
+from grt.experiments.recipes import NANO_FACTOR, NANO_GATE_BIAS, SEEDS, nano
 from grt.presets import change, preset
+from grt.study.experiment import EXPERIMENTS, experiments
+from grt.study.results import Results
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ROOT / "results" / "methods"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from test_equations import block, layer_norm
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError, ModelConfig
+from grt.device import autocast
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.methods.rrt import WIDTHS
 from grt.model import cost
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.precision import autocast
 
 R, n, d, H = 3, 2, 16, 2
 EXACT = {"rtol": 0, "atol": 1e-11}  # float64; states are of order 1

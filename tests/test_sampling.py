@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from grt.config import ConfigError
-from grt.infer.generate import generate
-from grt.infer.sampling import Sampling
+from grt.decode.sampling import Sampling
+from grt.decode.stream import generate
 
 
 def chi_square(counts, probabilities) -> float:

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from grt import cli
+from grt.backbone.context import LoopContext
+from grt.cache.kv import KVCache
 from grt.config import ConfigError
 from grt.data.prepare import prepare
 from grt.data.tokenizer import get_tokenizer
 from grt.evals.cloze import CHOICES, CONTEXT, SPAN, Item, cloze_accuracy, dump_items, make_items
 from grt.evals.loss import evaluate
 from grt.evals.sharing import forced_log_probs, sharing_loss
-from grt.model.cache import KVCache
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.recurrent import last_of
+from grt.model.loop import last_of
 
 STRATEGIES = ("full", "first", "last", "mean", "mod:2", "first:all")
 

@@ -10,14 +10,14 @@ import torch
 from speaking import GREEDY, PROMPT, speak, tokens_of
 
 from grt import cli
+from grt.cli.report import generation_report
 from grt.config import ConfigError
-from grt.infer.decoder import Decoder
-from grt.infer.generate import Stream
-from grt.infer.sampling import Sampling
-from grt.infer.speculative import Draft, Drafter, SpeculativeStream
+from grt.decode.decoder import Decoder
+from grt.decode.sampling import Sampling
+from grt.decode.speculative import Draft, Drafter, SpeculativeStream
+from grt.decode.stream import Stream
 from grt.methods import METHODS
-from grt.report import generation_report
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 NANO = Path(__file__).resolve().parent.parent / "models/grt-nano"
 RESUMED = [method for method in METHODS if method not in ("mor", "mor-token")]

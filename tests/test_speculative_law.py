@@ -6,8 +6,8 @@ import pytest
 import torch
 from speaking import PROMPT, speak, tokens_of
 
-from grt.infer import speculative
-from grt.infer.sampling import Sampling
+from grt.decode import speculative
+from grt.decode.sampling import Sampling
 from grt.model.depth import Depth
 
 

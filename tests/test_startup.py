@@ -142,7 +142,7 @@ def test_json_is_the_only_thing_on_stdout():
 @pytest.mark.skipif(os.name != "posix", reason="Ctrl-C is sent as a signal")
 def test_ctrl_c_leaves_130_without_traceback():
     code = (
-        "import signal, sys, time; from grt import cli; from grt.commands import info\n"
+        "import signal, sys, time; from grt import cli; from grt.cli import info\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell ignores it in its background
         "info.run_info = lambda _: print('go', flush=True) or time.sleep(50)\n"
         "sys.exit(cli.main(['info']))"

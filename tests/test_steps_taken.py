@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from grt.model.cache import KVCache
+from grt.cache.kv import KVCache
 
 
 @torch.no_grad()

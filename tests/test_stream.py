@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from grt.backbone.context import LoopContext
+from grt.cache.kv import KVCache
 from grt.config import ConfigError
-from grt.infer import onerow
-from grt.infer.decoder import Decoder
-from grt.infer.generate import Stream
-from grt.infer.sampling import Sampling
+from grt.cpu import one_row as onerow
+from grt.decode.decoder import Decoder
+from grt.decode.sampling import Sampling
+from grt.decode.stream import Stream
 from grt.methods import METHODS
-from grt.model.cache import KVCache
-from grt.model.context import LoopContext
-from grt.model.recurrent import last_of
-from grt.train.checkpoint import load_model
+from grt.model.loop import last_of
+from grt.runs.checkpoint import load_model
 
 GREEDY = Sampling(temperature=0)
 NANO = Path(__file__).resolve().parent.parent / "models" / "grt-nano"

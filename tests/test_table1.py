@@ -3,8 +3,8 @@
 import pytest
 
 from grt import cli
-from grt.paper.sizes import show_table1, table1
-from grt.paper.tab_main import EXPECTED
+from grt.experiments.sizes import show_table1, table1
+from grt.experiments.tab_main import EXPECTED
 from grt.presets import preset
 
 

@@ -8,10 +8,10 @@ import torch
 from tiny import ROOT
 from tiny_model import build_tiny
 
-from grt.infer import kernels
-from grt.infer.decoder import Decoder
-from grt.infer.quantize import keep_weights
-from grt.infer.tape import Tape, Unrecordable
+from grt.cpu import kernels
+from grt.cpu.captured import Tape, Unrecordable
+from grt.decode.decoder import Decoder
+from grt.decode.quantize import keep_weights
 from grt.methods import METHODS
 
 PLAYED = {"dense", "grt", "poisson", "ouro", "ladder", "ladder-noise", "ladder-inject"}
@@ -136,8 +136,8 @@ def test_what_no_tape_can_repeat_is_refused(work):
 def test_the_first_token_does_not_wait_for_a_compiler_to_load():
     """torch._dynamo takes seconds to import; a tape is for who does not want to wait."""
     code = (
-        "import sys, torch; from pathlib import Path; from grt.infer.decoder import Decoder; "
-        "from grt.infer.quantize import keep_weights; from grt.train.checkpoint import find_checkpoint, load_model; "
+        "import sys, torch; from pathlib import Path; from grt.decode.decoder import Decoder; "
+        "from grt.decode.quantize import keep_weights; from grt.runs.checkpoint import find_checkpoint, load_model; "
         "model, _ = load_model(find_checkpoint(Path('models/grt-nano'))[0], torch.device('cpu')); "
         "decoder = Decoder(keep_weights(model, 'int8', torch.float32), [[1, 2]], 3); "
         "decoder.prefill(); decoder.step(torch.tensor([5])); "

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grt.config import ConfigError
 from grt.data.tokenizer import ByteTokenizer, get_tokenizer
-from grt.infer.text import TextStream
+from grt.decode.text import TextStream
 
 
 def plain(text: str, stops: list[str]) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from grt.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from grt.console import read_metrics
 from grt.data.prepare import prepare
 from grt.presets import change
-from grt.train.log import read_metrics
 from grt.train.loop import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +106,7 @@ def grt(*arguments: object, **options) -> subprocess.CompletedProcess:
 # A process that can be killed costs seconds when it imports torch itself: these are forked from one that has.
 forkserver = multiprocessing.get_context("forkserver")
 # torch._dynamo takes seconds more, and the first optimizer imports it.
-forkserver.set_forkserver_preload(["grt.train.loop", "grt.cli", "torch._dynamo", "grt.paper.results", "tiny"])
+forkserver.set_forkserver_preload(["grt.train.loop", "grt.cli", "torch._dynamo", "grt.study.results", "tiny"])
 
 
 def start(function, *arguments: object, stderr: Path | None = None) -> multiprocessing.Process:

@@ -4,7 +4,7 @@ import torch
 
 from grt.config import ModelConfig
 from grt.methods import build_model
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 
 def build_tiny(

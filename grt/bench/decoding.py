@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from grt.backbone.context import LoopContext
 from grt.bench.peers import transformers_generate
 from grt.config import ModelConfig, Weights
-from grt.infer.decoder import Decoder
-from grt.infer.quantize import keep_weights
+from grt.decode.decoder import Decoder
+from grt.decode.quantize import keep_weights
+from grt.device import cpu_name, dtype_name
 from grt.methods import build_model
-from grt.model.context import LoopContext
-from grt.model.precision import cpu_name, dtype_name
-from grt.model.recurrent import RecurrentDepthModel, last_of
+from grt.model.loop import RecurrentDepthModel, last_of
 
 FEW = 4  # tokens that warm up: the compiler is done, and a CUDA graph is recorded, by then
 

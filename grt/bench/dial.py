@@ -15,11 +15,11 @@ from rich.table import Table
 
 from grt.bench.decoding import Cached, Task, add_ratio, alternate, empty_report, median_row, warm_up
 from grt.config import ConfigError, at_least
+from grt.device import resolve_device
 from grt.evals.loss import evaluate
-from grt.model.precision import resolve_device
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
+from grt.runs.plots import figure_of_losses
 from grt.train.loop import open_data
-from grt.train.plots import figure_of_losses
 
 
 def bench_dial(

@@ -1,4 +1,4 @@
-"""`grt bench halting`: tokens that leave the loop one by one (grt/model/exit.py) against fixed depths of one model.
+"""`grt bench halting`: tokens that leave the loop one by one (grt/exits/policies.py) against fixed depths of one model.
 
 Thresholds are calibrated on the first windows of the validation split, all losses are of those behind them.
 Each policy is set against the fixed depth of equal FLOPs: between two whole depths, the mean of both that costs as
@@ -23,16 +23,16 @@ from torch import Tensor
 from grt.bench.decoding import FEW, Task, Tick, add_ratio, alternate, empty_report, median_row, warm_up
 from grt.config import ConfigError, at_least
 from grt.data.loader import Split, n_windows
-from grt.evals.halting import Halted, calibrate, halted_loss
-from grt.infer.decoder import Decoder
-from grt.infer.halting import HaltingDecoder
+from grt.decode.decoder import Decoder
+from grt.decode.early_exit import HaltingDecoder
+from grt.device import resolve_device
+from grt.evals.early_exit import Halted, calibrate, halted_loss
+from grt.exits.policies import POLICIES, Exit, ExitPolicy, FixedDepth, check_method, parse_exit
 from grt.model import cost
-from grt.model.exit import POLICIES, Exit, ExitPolicy, FixedDepth, check_method, parse_exit
-from grt.model.precision import resolve_device
-from grt.model.recurrent import RecurrentDepthModel
-from grt.train.checkpoint import load_model
+from grt.model.loop import RecurrentDepthModel
+from grt.runs.checkpoint import load_model
+from grt.runs.plots import figure_of_losses
 from grt.train.loop import open_data
-from grt.train.plots import figure_of_losses
 
 RESAMPLES = 2000
 SHARES = (1 / 4, 1 / 3, 1 / 2, 2 / 3)  # of all steps: the mean depths that thresholds are calibrated for

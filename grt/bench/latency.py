@@ -3,11 +3,11 @@
 `cached`: prompts are read at once, then each token goes through a KV cache. `paper`: as the paper's own measurement
 seems to have been made: no cache; each token costs a forward pass over the last `context` tokens.
 
-With kept weights, a tape of the pass stands in for compiling (grt/infer/tape.py).
+With kept weights, a tape of the pass stands in for compiling (grt/cpu/captured.py).
 
 Contestants are GRT isoFLOP, dense of equal block executions and, with a cache, transformers' GPT-2 on the weights of
 that dense model. Weights are random, in bf16 or fp32 throughout, or ours kept apart (`weights`,
-grt/infer/quantize.py). They take turns in one process; ratios are taken
+grt/decode/quantize.py). They take turns in one process; ratios are taken
 within each turn and their median reported. ms_per_token is the time of a decoding step, which makes one token of each
 row: everything behind the first new token, which is prefill_ms. The roofline is of what such a step has to read
 (cost.decode_bytes at the mean length of the decoding), against the speed at which this machine reads a long tensor.
@@ -39,12 +39,12 @@ from grt.bench.decoding import (
     on,
     warm_up,
 )
+from grt.cache.sharing import parse_strategy
 from grt.config import ConfigError, ModelConfig, Weights, at_least
-from grt.infer import kernels
+from grt.cpu import kernels
+from grt.device import DTYPES, resolve_device
 from grt.model import cost
-from grt.model.precision import DTYPES, resolve_device
-from grt.model.recurrent import RecurrentDepthModel
-from grt.model.sharing import parse_strategy
+from grt.model.loop import RecurrentDepthModel
 from grt.presets import preset
 
 # GRT and dense presets of equal block executions

@@ -15,15 +15,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from grt.backbone.context import LoopContext
 from grt.bench.decoding import empty_report
 from grt.bench.latency import pair_of
+from grt.cache.kv import KVCache
+from grt.cache.sharing import parse_strategy
 from grt.config import ModelConfig, at_least
 from grt.methods import build_model
 from grt.model import cost
-from grt.model.cache import KVCache
-from grt.model.context import LoopContext
-from grt.model.recurrent import RecurrentDepthModel, last_of
-from grt.model.sharing import parse_strategy
+from grt.model.loop import RecurrentDepthModel, last_of
 from grt.train.memory import LiveStorages
 
 GIB = 2**30

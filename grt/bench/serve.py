@@ -22,9 +22,9 @@ from rich.table import Table
 from grt.bench.decoding import empty_report
 from grt.bench.latency import pair_of
 from grt.config import ConfigError, ModelConfig, at_least
+from grt.device import DTYPES
 from grt.methods import build_model
 from grt.model import cost
-from grt.model.precision import DTYPES
 
 if TYPE_CHECKING:
     from grt.vllm.engine import Engine

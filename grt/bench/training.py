@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from grt.backbone.context import LoopContext
 from grt.bench.peers import LossOf, nanogpt, transformers_gpt2
 from grt.config import ConfigError, ModelConfig, OptimConfig, at_least
 from grt.data.loader import Split, batch
+from grt.device import autocast, cpu_name, dtype_name, resolve_device, resolve_dtype
 from grt.methods import build_model, depth_sampler
-from grt.model.context import LoopContext
 from grt.model.depth import Depth, DepthSampler
-from grt.model.precision import autocast, cpu_name, dtype_name, resolve_device, resolve_dtype
 from grt.train.memory import training_peak
 from grt.train.optim import make_optimizer
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from grt.cache_folder import cache_folder
 from grt.config import ConfigError
 from grt.data.formats import KINDS, kind_of
+from grt.files import cache_folder
 
 SHORTCUTS = {
     "shakespeare": "url:https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

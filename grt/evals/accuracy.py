@@ -4,12 +4,12 @@ from collections import defaultdict
 
 import torch
 
+from grt.backbone.context import LoopContext
 from grt.data.loader import windows
 from grt.data.tasks import TaskSplit
-from grt.model.context import LoopContext
+from grt.device import autocast
 from grt.model.depth import Depth
-from grt.model.precision import autocast
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 
 def accuracy_by_depth(

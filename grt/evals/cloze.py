@@ -17,9 +17,9 @@ import torch
 from grt.config import ConfigError
 from grt.data.documents import DocumentSplit
 from grt.data.tokenizer import Tokenizer
+from grt.device import autocast
 from grt.evals.sharing import forced_log_probs
-from grt.model.precision import autocast
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 CONTEXT, SPAN, CHOICES = 128, 32, 4
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from grt.backbone.context import LoopContext, left_padded
 from grt.config import ConfigError
-from grt.evals.halting import forced_halting
+from grt.device import autocast
+from grt.evals.early_exit import forced_halting
 from grt.evals.sharing import forced_logits
-from grt.model.context import LoopContext, left_padded
+from grt.exits.loop import halting_cache, run_halting
+from grt.exits.policies import Exit
 from grt.model.depth import Depth
-from grt.model.exit import Exit
-from grt.model.halting import halting_cache, run_halting
-from grt.model.precision import autocast
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 BATCH_TOKENS = 4096  # of a batch whose size nobody chose
 

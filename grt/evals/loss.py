@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError
 from grt.data.loader import Split, n_windows, windows
-from grt.model.context import LoopContext
+from grt.device import autocast
 from grt.model.depth import Depth
-from grt.model.precision import autocast
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 
 @dataclass(frozen=True)

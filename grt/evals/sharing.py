@@ -12,12 +12,12 @@ import math
 import torch
 from torch import Tensor
 
+from grt.backbone.context import LoopContext
+from grt.cache.kv import KVCache
 from grt.data.loader import Split, n_windows, windows
-from grt.model.cache import KVCache
-from grt.model.context import LoopContext
+from grt.device import autocast
 from grt.model.depth import Depth
-from grt.model.precision import autocast
-from grt.model.recurrent import RecurrentDepthModel, last_of
+from grt.model.loop import RecurrentDepthModel, last_of
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
 """GRTCache: grt's KVCache in the form that `generate` expects: a slot of keys and values for each step and block.
 
-The prompt phase, in which the core's steps do not share yet (grt/model/sharing.py), ends with `commit`, which
+The prompt phase, in which the core's steps do not share yet (grt/cache/sharing.py), ends with `commit`, which
 `generate` calls after the prompt; or by itself, as soon as a pass brings one token more.
 """
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from grt.cache.kv import KVCache
 from grt.config import ConfigError
+from grt.exits.loop import halting_cache
+from grt.exits.policies import Exit, Spent
 from grt.hf.config import GRTConfig
-from grt.model.cache import KVCache
-from grt.model.exit import Exit, Spent
-from grt.model.halting import halting_cache
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 SMALLEST = 64  # tokens that a growing cache starts with; it doubles
 
@@ -21,7 +21,7 @@ SMALLEST = 64  # tokens that a growing cache starts with; it doubles
 class GRTCache(Cache):
     """For the sharing that `config` has now, and steps up to num_steps (default: the config's). max_cache_len: all the
     tokens there will ever be room for (static); None: it grows up to the model's context. exit: when tokens leave the
-    loop, in place of num_steps (grt/hf/halting.py). Raises ConfigError (a ValueError) where it is full."""
+    loop, in place of num_steps (grt/hf/early_exit.py). Raises ConfigError (a ValueError) where it is full."""
 
     def __init__(
         self, config: GRTConfig, max_cache_len: int | None = None, num_steps: int | None = None,

@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 from grt.hf.causal import GRTForCausalLM
 from grt.hf.remote import AUTO_MAP, remote_files
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 
 def write_model(model: RecurrentDepthModel, out: Path, eot: int) -> None:

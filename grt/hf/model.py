@@ -14,13 +14,13 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError
 from grt.hf.cache import GRTCache
 from grt.hf.config import GRTConfig
 from grt.methods import build_model
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 logger = logging.get_logger(__name__)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from grt.cache.kv import KVCache
 from grt.config import ConfigError
-from grt.model.cache import KVCache
 from grt.model.depth import Depth
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 CLOSE = 1e-4  # that much may logits differ, where their scale is that of a language model's
 IN_ONE_FILE = 1_500_000_000  # bytes: a protobuf file ends at two gigabytes

@@ -1,8 +1,8 @@
 """Remote code: the model's source as flat files that stand beside its weights, for processes without grt.
 
 transformers copies files of one folder only, so every module of grt that the model needs becomes one there, under its
-path with underscores, and `from grt.model.block import ...` becomes `from .model_block import ...`. The files are made
-from the installed package whenever something is exported: there is no second copy of a model.
+path with underscores: `from grt.backbone.block import ...` becomes `from .backbone_block import ...`. The files are
+made from the installed package whenever something is exported: there is no second copy of a model.
 """
 
 import ast
@@ -18,7 +18,7 @@ IMPORT = re.compile(r"^(\s*)from (grt(?:\.\w+)+) import", re.M)
 
 
 def flat(module: str) -> str:
-    """grt.model.block -> model_block"""
+    """grt.backbone.block -> backbone_block"""
     return NAMES.get(module) or "_".join(module.split(".")[1:])
 
 

@@ -12,7 +12,7 @@ from grt.methods.ouro import Ouro
 from grt.methods.poisson import Huginn, Poisson, heavy_tail
 from grt.methods.rrt import RRT
 from grt.model.depth import DepthSampler, fixed, uniform
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 from grt.model.rule import UpdateRule
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grt.backbone.context import LoopContext
+from grt.backbone.split_linear import anchor, anchored
 from grt.config import ModelConfig
-from grt.model.context import LoopContext
-from grt.model.halves import anchor, anchored
 from grt.model.rule import UpdateRule
 
 
@@ -29,7 +29,8 @@ def noisy(x: Tensor, sigma: float, name: str, ctx: LoopContext) -> Tensor:
 class Reinjection(UpdateRule):
     """eq:proj: the core reads the noisy state together with the anchor h_pre. Its output is the next state.
 
-    Of the projection of [h ; h_pre], the half that sees only h_pre is applied once a pass (grt/model/halves.py).
+    Of the projection of [h ; h_pre], the half that sees only h_pre is applied once a pass
+    (grt/backbone/split_linear.py).
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -13,9 +13,9 @@ of block executions.
 
 from torch import Tensor
 
+from grt.backbone.context import LoopContext
 from grt.config import ModelConfig
 from grt.methods.grt import noisy
-from grt.model.context import LoopContext
 from grt.model.rule import UpdateRule
 
 

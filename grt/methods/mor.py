@@ -33,11 +33,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grt.backbone.block import Stack, block_flops
+from grt.backbone.context import LoopContext
+from grt.cache.kv import KVCache
+from grt.cache.routed import RoutedSteps
 from grt.config import ConfigError, ModelConfig, at_least
-from grt.methods.mor_cache import RoutedSteps
-from grt.model.block import Stack, block_flops
-from grt.model.cache import KVCache
-from grt.model.context import LoopContext
 from grt.model.rule import UpdateRule
 
 

@@ -25,8 +25,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError, ModelConfig
-from grt.model.context import LoopContext
 from grt.model.rule import CrossEntropy, Loss, UpdateRule
 
 SMALLEST = 1e-8  # a probability below it counts as this in a logarithm

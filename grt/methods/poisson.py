@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grt.backbone.block import Block, init_normal
+from grt.backbone.context import LoopContext
+from grt.backbone.split_linear import anchor, anchored
 from grt.config import ConfigError, ModelConfig, at_least
-from grt.model.block import Block, init_normal
-from grt.model.context import LoopContext
 from grt.model.depth import DepthSampler, lognormal_poisson
-from grt.model.halves import anchor, anchored
 from grt.model.rule import UpdateRule
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grt.backbone.block import Stack
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError, ModelConfig
-from grt.model.block import Stack
-from grt.model.context import LoopContext
 from grt.model.rule import Residual, UpdateRule
 
 WIDTHS = {"attn.qkv": (1, 3), "attn.out": (1, 1), "mlp.up": (1, 4), "mlp.down": (4, 1)}  # d_in / d, d_out / d

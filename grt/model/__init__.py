@@ -1,1 +1,1 @@
-"""The model: a stack of GPT-2 blocks with a recurrent core. Start reading at recurrent.py."""
+"""The recurrent-depth model. Start reading at loop.py."""

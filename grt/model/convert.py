@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grt.config import Layout
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 
 
 def tied_layers(layout: Layout, how: str) -> list[list[int]]:

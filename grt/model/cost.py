@@ -15,11 +15,11 @@ Conventions, each under its own name:
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from grt.backbone.block import block_flops
+from grt.cache.sharing import parse_strategy
 from grt.config import ModelConfig
-from grt.model.block import block_flops
 from grt.model.depth import Depth, DepthSampler
-from grt.model.recurrent import RecurrentDepthModel
-from grt.model.sharing import parse_strategy
+from grt.model.loop import RecurrentDepthModel
 
 
 def parameters(model: RecurrentDepthModel) -> dict[str, int]:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from grt.backbone.block import Block, Stack, block_flops
+from grt.backbone.context import LoopContext
+from grt.cache.kv import CoreStore, KVCache
+from grt.cache.sharing import SharedSteps
 from grt.config import ConfigError, ModelConfig
-from grt.model.block import Block, Stack, block_flops
-from grt.model.cache import CoreStore, KVCache
-from grt.model.context import LoopContext
-from grt.model.sharing import SharedSteps
 
 CrossEntropy = Callable[[Tensor], Tensor]  # a state (B, T, d) -> nats of each token (B, T)
 Residual = Callable[[int, int, str], Tensor]  # step, core block, linear -> what tying took from its weight
@@ -40,7 +40,7 @@ class UpdateRule(nn.Module):
     extrapolates = True  # may run deeper than R
     block: type[Block] = Block  # what prelude, core and coda are made of
     reads_out_often = False  # the loss reads out more than one state
-    halts = True  # a token may leave after any step (grt/model/exit.py)
+    halts = True  # a token may leave after any step (grt/exits/policies.py)
     adds_low_rank = False  # to the blocks' linears (LoopContext.low_rank)
     learned_exit = False  # it has probabilities for that
     routing: str | None = None  # who goes on outside of training, where a router decides: threshold or topk

@@ -1,1 +1,1 @@
-"""Training: the loop, its optimizer, checkpoints, monitors and logs."""
+"""Training: the loop, its optimizer, start, resume and monitors."""

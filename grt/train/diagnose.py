@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from grt.model.context import LoopContext
+from grt.backbone.context import LoopContext
 
 BACKWARDS = ("ln_f", "coda", "core", "rule", "prelude", "embed")
 

@@ -14,28 +14,28 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError, RunConfig, config_hash
+from grt.console import Display, MetricsLog, forget_after
 from grt.data.loader import batch, bigram_entropy
 from grt.data.prepare import Prepared, open_source
+from grt.device import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
 from grt.evals.loss import evaluate
 from grt.methods import build_model, depth_sampler
-from grt.model.context import LoopContext
 from grt.model.cost import parameters, training_forward_flops
 from grt.model.depth import Depth
-from grt.model.precision import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
-from grt.model.recurrent import Loss
-from grt.train.checkpoint import Checkpoints, State
+from grt.model.loop import Loss
+from grt.runs.checkpoint import Checkpoints, State
+from grt.runs.folder import FolderLock, claim, environment, write_headers
+from grt.runs.plots import draw_curve
 from grt.train.diagnose import NonFiniteError, first_offender
-from grt.train.folder import FolderLock, claim, environment, write_headers
-from grt.train.initial import load_initial
 from grt.train.interrupt import Interrupt
-from grt.train.log import Display, MetricsLog, forget_after
 from grt.train.memory import training_peak
 from grt.train.monitor import monitor, warnings_for
 from grt.train.optim import learning_rate, make_optimizer
-from grt.train.plots import draw_curve
 from grt.train.resume import changed_environment, restore
 from grt.train.stage import PASSES, enter_stage
+from grt.train.start import load_initial
 
 
 def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:

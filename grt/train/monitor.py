@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grt.model.context import LoopContext, Tap
-from grt.model.precision import autocast
-from grt.model.recurrent import RecurrentDepthModel
+from grt.backbone.context import LoopContext, Tap
+from grt.device import autocast
+from grt.model.loop import RecurrentDepthModel
 from grt.model.rule import last_of
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from grt.model.precision import hardware
-from grt.train.checkpoint import CheckpointError, Checkpoints, State
+from grt.device import hardware
+from grt.runs.checkpoint import CheckpointError, Checkpoints, State
 from grt.train.optim import restore_optimizer
 
 # Steps are repeated bit for bit only where these are the same.

@@ -7,7 +7,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from grt.config import ConfigError
 from grt.hf.config import GRTConfig
 from grt.methods import build_model
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 from grt.vllm.memory import modest_cache
 
 SHARING = ("full", "first:all")

@@ -20,11 +20,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.sequence import IntermediateTensors
 
+from grt.backbone.block import Block, Stack, project
+from grt.backbone.context import LoopContext
+from grt.backbone.head import largest_again
 from grt.hf.config import GRTConfig
-from grt.model.block import Block, Stack, project
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.model.head import largest_again
 from grt.model.rule import last_of
 from grt.vllm.limits import without_weights
 

@@ -11,12 +11,12 @@ import torch
 from tiny_run import TINY, R
 
 from grt import cli
+from grt.backbone.context import LoopContext
 from grt.config import load
 from grt.data.prepare import load_prepared
 from grt.data.tokenizer import ByteTokenizer
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 EVAL_KEYS = {
     "run", "step", "data", "windows", "dtype", "device", "loss", "loss_by_depth", "depths", "kv", "exit", "routing",

@@ -6,9 +6,9 @@ from tiny_run import R
 
 from grt import cli
 from grt.data.tokenizer import ByteTokenizer
-from grt.infer.generate import Drawn
+from grt.decode.stream import Drawn
 from grt.model.depth import Depth
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 
 def test_generate_document(document, run):
@@ -63,16 +63,16 @@ class Scripted:
     "ids", [list("añ東😀z".encode()), [0xE6, 0x9D], [0xFF, 65, 0xC3], list("é\ufffd".encode()), []], ids=str
 )
 def test_streamed_text_is_the_text_whatever_the_bytes(monkeypatch, grt, document, run, ids):
-    monkeypatch.setattr("grt.report.Stream", Scripted(ids))
+    monkeypatch.setattr("grt.cli.report.Stream", Scripted(ids))
     assert grt("generate", run, "--prompt", "→") == "→" + bytes(ids).decode(errors="replace") + "\n"
     report = document("generate", run, "--prompt", "→")
     assert report["text"] == bytes(ids).decode(errors="replace") and report["finish_reason"] == "stop"
 
 
 def test_characters_are_streamed_whole(monkeypatch, run):
-    from grt.report import generation_report
+    from grt.cli.report import generation_report
 
-    monkeypatch.setattr("grt.report.Stream", Scripted("東é".encode()))
+    monkeypatch.setattr("grt.cli.report.Stream", Scripted("東é".encode()))
     pieces: list[str] = []
     generation_report(run, "", show=pieces.append)
     assert [piece for piece in pieces if piece] == ["東", "é"]
@@ -80,7 +80,7 @@ def test_characters_are_streamed_whole(monkeypatch, run):
 
 @pytest.mark.parametrize("stop", [["w\n"], ["zz", "w\n", "\nx"], ["two"]], ids=str)
 def test_a_stop_string_ends_the_text(monkeypatch, grt, document, run, stop):
-    monkeypatch.setattr("grt.report.Stream", Scripted(b"one tw\nxtwo tail"))
+    monkeypatch.setattr("grt.cli.report.Stream", Scripted(b"one tw\nxtwo tail"))
     options = [part for text in stop for part in ("--stop", text)]
     want = "one tw\nx" if stop == ["two"] else "one t"
     assert grt("generate", run, *options) == want + "\n"
@@ -135,7 +135,7 @@ def test_ctrl_c_while_generating_is_130(monkeypatch, capsys, run):
         yield 65
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("grt.report.Stream", Scripted(ids()))
+    monkeypatch.setattr("grt.cli.report.Stream", Scripted(ids()))
     assert cli.main(["generate", str(run)]) == 130
     out, err = capsys.readouterr()
     assert out == "A" and err == "grt: interrupted\n"

@@ -10,11 +10,11 @@ import pytest
 from tiny_run import OPTIONS
 
 from grt import cli
-from grt.commands.bench import BENCHES
-from grt.commands.paper import ACTIONS
-from grt.commands.train import Train
+from grt.cli.bench import BENCHES
+from grt.cli.options import Run
+from grt.cli.paper import ACTIONS
+from grt.cli.train import Train
 from grt.config import RunConfig, dump
-from grt.options import Run
 from grt.presets import preset
 
 
@@ -48,7 +48,7 @@ def test_help_names_every_option(capsys, name):
     out = help_of(capsys, *name.split())
     assert out.startswith(f"usage: grt {name}")
     file, what = name.split()[0], name.split()[-1]
-    command = getattr(importlib.import_module(f"grt.commands.{file}"), what.capitalize())
+    command = getattr(importlib.import_module(f"grt.cli.{file}"), what.capitalize())
     missing = [option for option in options_of(command) if not re.search(rf"{re.escape(option)}\b", out)]
     assert not missing
     if name == "train":
@@ -75,7 +75,7 @@ def test_version(grt):
 
 def test_demo_replaces_an_earlier_demo_and_nothing_else(monkeypatch, capsys, run, tmp_path):
     calls = []
-    monkeypatch.setattr("grt.commands.demo.train_and_show", lambda *a, **k: calls.append((a, k)) or 0)
+    monkeypatch.setattr("grt.cli.demo.train_and_show", lambda *a, **k: calls.append((a, k)) or 0)
     out = tmp_path / "demo"
     shutil.copytree(run, out)
     before = sorted(out.rglob("*"))

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from grt.presets import PRESETS
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 
 def test_info_of_a_preset(document):

@@ -10,7 +10,7 @@ from tiny_run import OPTIONS, TINY
 
 from grt.config import config_hash, load
 from grt.data.prepare import load_prepared
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 
 def test_prepare_prints_the_folder_and_train_reads_it(grt, texts, tmp_path):

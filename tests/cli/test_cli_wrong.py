@@ -11,7 +11,7 @@ from tiny_run import TINY, write_texts
 
 from grt import cli
 from grt.config import ConfigError, load
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 WRONG = [
     ([], "name a command first"),
@@ -179,7 +179,7 @@ def test_a_broken_run_is_one_sentence(refused, run, tmp_path, what):
 
 
 def test_weights_that_are_not_finite_are_refused(refused, run, monkeypatch):
-    from grt import eval_report
+    from grt.evals import report as eval_report
 
     def broken(path, device):
         model, config = load_model(path, device)
@@ -213,7 +213,7 @@ def test_an_error_of_the_system_names_the_file(refused, monkeypatch):
     def fail(arguments):
         raise PermissionError(13, "Permission denied", "/secret")
 
-    monkeypatch.setattr("grt.commands.info.run_info", fail)
+    monkeypatch.setattr("grt.cli.info.run_info", fail)
     assert (
         refused("info")
         == "grt: /secret: permission denied: check the path, its permissions and the space on its disk.\n"
@@ -224,7 +224,7 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
     def fail(arguments):
         raise ValueError("a bug")
 
-    monkeypatch.setattr("grt.commands.info.run_info", fail)
+    monkeypatch.setattr("grt.cli.info.run_info", fail)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["info"])
     assert cli.exit_code(ConfigError("")) == 2

@@ -6,12 +6,12 @@ from importlib.metadata import version
 
 import pytest
 
-from grt.cache_folder import cache_folder
 from grt.data import corpus as corpus_module
 from grt.data import prepare as prepare_module
 from grt.data.corpus import BUILTIN_SHA256, BUILTIN_VERSIONS, Corpus, open_corpus
 from grt.data.loader import bigram_entropy
 from grt.data.prepare import prepare
+from grt.files import cache_folder
 
 
 def test_folder_is_read_in_the_order_of_relative_paths(texts):

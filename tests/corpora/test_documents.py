@@ -14,8 +14,8 @@ from tiny_model import build_tiny
 from grt.config import ConfigError, RunConfig, config_hash
 from grt.data.loader import batch, n_windows, windows
 from grt.data.prepare import load_prepared, prepare
-from grt.eval_report import find_text
 from grt.evals.loss import evaluate
+from grt.evals.report import find_text
 from grt.presets import preset
 from grt.train.loop import open_data
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from grt.model.context import LoopContext
+from grt.backbone.context import LoopContext
 from grt.model.depth import Depth
 
 R, T, H = 3, 12, 2

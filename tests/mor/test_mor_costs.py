@@ -5,10 +5,10 @@ import torch
 from routes import SIZES, R, T
 from torch.utils.flop_counter import FlopCounterMode
 
+from grt.backbone.context import LoopContext
 from grt.config import ConfigError, ModelConfig
 from grt.methods import build_model
 from grt.model import cost
-from grt.model.context import LoopContext
 from grt.model.depth import Depth
 
 

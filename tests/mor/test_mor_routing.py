@@ -10,7 +10,7 @@ import torch
 from routes import EXACT, H, R, T, recorded, run, score
 from test_equations import block
 
-from grt.model.context import LoopContext
+from grt.backbone.context import LoopContext
 
 # Plain loops
 

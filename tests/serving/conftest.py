@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grt.exchange import export_hf
+from grt.hf.exchange import export_hf
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from grt.infer.generate import Stream
-from grt.infer.sampling import Sampling
-from grt.model.recurrent import RecurrentDepthModel
+from grt.decode.sampling import Sampling
+from grt.decode.stream import Stream
+from grt.model.loop import RecurrentDepthModel
 
 WHERE = "vLLM has an environment of its own: make vllm-test"
 vllm = pytest.importorskip("vllm", reason=WHERE)

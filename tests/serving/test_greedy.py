@@ -9,11 +9,11 @@ import pytest
 import torch
 from served import ROOT, Row, engine, ours, vllm
 
+from grt.decode.decoder import Decoder
 from grt.hf.export import write_model
-from grt.infer.decoder import Decoder
 from grt.methods import METHODS
-from grt.model.recurrent import RecurrentDepthModel
-from grt.train.checkpoint import load_model
+from grt.model.loop import RecurrentDepthModel
+from grt.runs.checkpoint import load_model
 
 SERVED = [(name, "1+2x3+1") for name, method in METHODS.items() if method.rule.halts] + [("ladder", "4L")]
 every_method = pytest.mark.parametrize(("method", "layout"), SERVED, ids=[*(name for name, _ in SERVED[:-1]), "dense"])

@@ -20,9 +20,9 @@ from grt.config import RunConfig
 from grt.data.tokenizer import Tokenizer, get_tokenizer
 from grt.hf.export import write_model, write_tokenizer
 from grt.methods import build_model
-from grt.model.recurrent import RecurrentDepthModel
+from grt.model.loop import RecurrentDepthModel
 from grt.presets import change, preset
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
 PROMPTS = ["def main(", "import numpy", "class A:\n", "for i in range(", "return ", "x = ", "# The", "if not "]

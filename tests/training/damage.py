@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grt.config import ConfigError
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 from grt.train.loop import Trainer
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")

@@ -17,8 +17,8 @@ from tiny import finish, grt, run_until
 from grt.config import config_hash
 from grt.methods import build_model
 from grt.presets import change
-from grt.train import checkpoint
-from grt.train.checkpoint import CheckpointError, Checkpoints, find_checkpoint, load_model
+from grt.runs import checkpoint
+from grt.runs.checkpoint import CheckpointError, Checkpoints, find_checkpoint, load_model
 from grt.train.loop import Trainer
 
 # What is on disk

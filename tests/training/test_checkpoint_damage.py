@@ -13,8 +13,8 @@ from damage import FILES, NEW, OLD, cut, empty, folder_instead, longer, refused,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grt.train import checkpoint
-from grt.train.checkpoint import find_checkpoint, load_model
+from grt.runs import checkpoint
+from grt.runs.checkpoint import find_checkpoint, load_model
 
 # Damage that the hashes show
 

@@ -15,9 +15,9 @@ from grt.methods import METHODS, build_model
 from grt.methods.rrt import WIDTHS
 from grt.model.convert import convert, tied_layers
 from grt.presets import change, preset
-from grt.train.checkpoint import load_model
-from grt.train.initial import load_initial
+from grt.runs.checkpoint import load_model
 from grt.train.loop import Trainer
+from grt.train.start import load_initial
 
 LAYOUTS = ["1+2x3+1", "0+1x4+2", "2+3x2+0"]
 SHARED_BY_STEPS = ("ln1.weight", "ln1.bias", "ln2.weight", "ln2.bias", *(f"{name}.bias" for name in WIDTHS))

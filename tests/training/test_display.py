@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 from tiny import finish, rows, run_until
 
-import grt.train.log as log_module
-from grt.train.log import Display
+import grt.console as log_module
+from grt.console import Display
 
 
 def test_without_a_terminal_there_are_plain_lines(config, tmp_path, capsys):

@@ -10,9 +10,9 @@ from tiny import finish, rows, run_until, tiny
 from grt.config import ConfigError, config_hash, load
 from grt.methods import METHODS
 from grt.presets import change
-from grt.train.checkpoint import load_model, sha256, weights_file
-from grt.train.initial import check_source
+from grt.runs.checkpoint import load_model, sha256, weights_file
 from grt.train.loop import Trainer
+from grt.train.start import check_source
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def as_model_folder(run, folder):
     """As committed under models/: bf16 weights and the config, no optimizer."""
     from safetensors.torch import load_file, save
 
-    from grt.train.checkpoint import write_folder
+    from grt.runs.checkpoint import write_folder
 
     tensors = {k: v.bfloat16() for k, v in load_file(run / "checkpoints/step-00000030/model.safetensors").items()}
     config = load(run / "config.json")

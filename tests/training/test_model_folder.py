@@ -9,7 +9,7 @@ import zstandard
 from damage import cut, empty, longer, refused, remove, seal
 
 from grt.config import config_hash, dump
-from grt.train.checkpoint import load_model, write_folder
+from grt.runs.checkpoint import load_model, write_folder
 
 
 @pytest.fixture

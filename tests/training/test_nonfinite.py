@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny import finish, grt, rows, run_until
 
-import grt.train.log as log_module
+import grt.console as log_module
 from grt.config import dump
 from grt.evals.loss import Evaluation
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 from grt.train.diagnose import NonFiniteError
 from grt.train.loop import Trainer
 

@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from tiny import finish, rows, run_until, tiny
 
 from grt.config import ConfigError, ModelConfig, config_hash
+from grt.decode.sampling import Sampling
+from grt.decode.stream import generate
 from grt.evals.loss import evaluate
-from grt.infer.generate import generate
-from grt.infer.sampling import Sampling
 from grt.methods import METHODS, build_model
 from grt.model import cost
 from grt.model.depth import Depth
 from grt.presets import change
-from grt.train.checkpoint import load_model
+from grt.runs.checkpoint import load_model
 from grt.train.loop import Trainer
 
 CASES = [(method, "1+1x3+1") for method in METHODS] + [("ladder", "2L")]

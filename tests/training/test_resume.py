@@ -10,7 +10,7 @@ from tiny import finish, grt, kill_at_step, result, rows, run_until
 from grt.config import ConfigError, dump, load
 from grt.data.prepare import prepare
 from grt.presets import change
-from grt.train.checkpoint import CheckpointError, load_model
+from grt.runs.checkpoint import CheckpointError, load_model
 from grt.train.loop import Trainer
 
 

@@ -11,8 +11,8 @@ import pytest
 from tiny import finish, result, rows, run_until, start, train_child
 
 from grt.presets import change
-from grt.train import checkpoint
-from grt.train.checkpoint import load_model
+from grt.runs import checkpoint
+from grt.runs.checkpoint import load_model
 from grt.train.loop import Trainer
 
 

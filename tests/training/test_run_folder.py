@@ -12,11 +12,11 @@ import pytest
 import torch
 from tiny import ROOT, finish, run_until, start
 
-import grt.train.folder as folder_module
+import grt.runs.folder as folder_module
 from grt.config import VERSION, ConfigError, dump
 from grt.data.prepare import prepare
 from grt.presets import change
-from grt.train.folder import command_line
+from grt.runs.folder import command_line
 from grt.train.loop import Trainer
 
 

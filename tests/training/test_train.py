@@ -229,10 +229,10 @@ def test_dtype_auto_measures_once(config, tmp_path, monkeypatch):
         return speed
 
     config, out = change(config, train={"dtype": "auto"}), tmp_path / "run"
-    monkeypatch.setattr("grt.model.precision.matmul_speed", faster(torch.bfloat16))
+    monkeypatch.setattr("grt.device.matmul_speed", faster(torch.bfloat16))
     assert run_until(config, out, 6).dtype == torch.bfloat16 and len(measured) == 2
     assert json.loads((out / "env.json").read_text())["dtype"] == "bf16"
-    monkeypatch.setattr("grt.model.precision.matmul_speed", faster(torch.float32))
+    monkeypatch.setattr("grt.device.matmul_speed", faster(torch.float32))
     assert run_until(config, out, 7, resume=True).dtype == torch.bfloat16 and len(measured) == 2
     assert run_until(config, tmp_path / "new", 1).dtype == torch.float32 and len(measured) == 4
 

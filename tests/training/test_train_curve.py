@@ -12,9 +12,9 @@ from PIL import Image
 from tiny import finish
 
 from grt.config import ConfigError
+from grt.console import MetricsLog, read_metrics
 from grt.presets import change
-from grt.train.log import MetricsLog, read_metrics
-from grt.train.plots import draw_curve
+from grt.runs.plots import draw_curve
 
 # The curve
 

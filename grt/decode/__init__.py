@@ -1,0 +1,1 @@
+"""Decoding: prompts in, tokens and text out."""

@@ -1,0 +1,148 @@
+"""The folder of a run: whose it is, and the two files that say what was run and where."""
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from grt.config import VERSION, ConfigError, RunConfig, config_hash, dump, identity, load
+from grt.device import hardware
+from grt.runs.checkpoint import replace_file
+
+try:
+    import fcntl
+except ImportError:  # Windows: there, two processes must not train into the same folder at once
+    fcntl = None
+
+PACKAGE = Path(__file__).resolve().parents[1]
+LOCK = ".lock"
+
+
+def claim(out: Path, config: RunConfig, resume: bool) -> None:
+    """Make the folder of a new run, or find the one to resume; ConfigError where that would touch another run."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file: give --out a folder.")
+    if (out / "config.json").exists():
+        there = load(out / "config.json")
+        if config_hash(there) != config_hash(config):
+            remedy = f"go on with it by `grt train --resume --out {out}`, or " if resume else ""
+            what = f"{out} holds another run ({there.name}: {difference(there, config)})"
+            raise ConfigError(f"{what}: {remedy}give --out a new folder.")
+        if not resume:
+            raise ConfigError(f"{out} already holds this run: add --resume to go on, or give --out a new folder.")
+    elif out.exists() and any(p.name not in ("env.json", LOCK) and p.suffix != ".tmp" for p in out.iterdir()):
+        raise ConfigError(f"{out} is not empty and holds no run: give --out a new folder.")
+    elif resume:
+        raise ConfigError(f"{out} holds no run to resume: leave --resume out.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be made ({error.strerror}): give --out a folder that can be written."
+        ) from None
+
+
+class HeldError(ConfigError):
+    """Another process trains into this folder."""
+
+
+class FolderLock:
+    """Held by the one process that trains into a folder: until `release`, the end of this object or of the process.
+
+    The empty file stays, since removing it would let two processes hold two files of that name.
+    """
+
+    def __init__(self, out: Path) -> None:
+        handle = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self.release = weakref.finalize(self, os.close, handle)
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise HeldError(
+                f"{out} is being trained by another process: wait for its end, or give --out a new folder."
+            ) from None
+        except OSError:  # a network file system without locks
+            pass
+
+
+def is_held(out: Path) -> bool:
+    """Whether a process trains into this folder now."""
+    if not (out / LOCK).exists():
+        return False
+    try:
+        FolderLock(out).release()
+    except HeldError:
+        return True
+    return False
+
+
+def difference(a: RunConfig, b: RunConfig) -> str:
+    """The first setting in which two configs differ, for a sentence."""
+    for section in ("model", "data", "optim", "train"):
+        theirs, ours = getattr(a, section), getattr(b, section)
+        for name in sorted(identity(theirs).keys() | identity(ours).keys()):
+            if getattr(theirs, name) != getattr(ours, name):
+                return f"{section}.{name} {getattr(theirs, name)} there, {getattr(ours, name)} here"
+    return "the same settings"
+
+
+def environment(device: torch.device, state: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """What decides a run beside its config: code, versions, hardware, precision, text."""
+    return {
+        "grt": VERSION,
+        "commit": commit(),
+        "command": command_line(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        **hardware(device),
+        "dtype": state["dtype"],
+        "peak_flops": state["peak"],
+        "peak_source": state["peak_source"],
+        "data": {"corpus_sha256": data["corpus_sha256"], **{k: v["sha256"] for k, v in data["splits"].items()}},
+    }
+
+
+def write_headers(out: Path, config: RunConfig, environment: dict[str, Any]) -> None:
+    """env.json first: a folder counts as a run from the moment it has a config.json."""
+    replace_file(out / "env.json", json.dumps(environment, indent=2) + "\n")
+    replace_file(out / "config.json", dump(config))
+
+
+def command_line() -> str:
+    """How this process was started; `grt` stands for its console script and for python -m grt."""
+    first, *rest = sys.argv or [""]
+    is_module = Path(first).resolve() == PACKAGE / "__main__.py"
+    is_script = Path(first).name in ("grt", "grt.exe")
+    return shlex.join(["grt" if is_module or is_script else first, *rest])
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package runs from, if it is one; with -dirty where the package differs.
+
+    A package that is installed somewhere within another project's checkout is no part of that.
+    """
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=5)
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if git("ls-files", "--error-unmatch", "train/folder.py").returncode:
+            return None
+        head = git("rev-parse", "HEAD")
+        if head.returncode == 0:
+            return head.stdout.strip() + ("-dirty" if git("diff", "--quiet", "HEAD", "--", ".").returncode else "")
+    return None

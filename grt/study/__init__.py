@@ -1,0 +1,1 @@
+"""The engine of experiments: runs found by hash, workers, Slurm, statistics, tables, claims."""
