@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from grt.config import load
-from grt.console import read_metrics
 from grt.evals.report import evaluation_report
 from grt.runs.compare import Finished
+from grt.runs.metrics import read_metrics
 from grt.runs.plots import draw_comparison
 
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "methods"

@@ -14,9 +14,9 @@ import torch
 import zstandard
 
 from grt.config import config_hash, load
-from grt.console import read_metrics
 from grt.evals.report import evaluation_report
 from grt.runs.checkpoint import find_checkpoint, load_model, read_manifest, write_folder
+from grt.runs.metrics import read_metrics
 
 LIMIT = 3_000_000
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 
 from grt.config import RunConfig
-from grt.console import read_metrics
 from grt.experiments.recipes import nano, with_seeds
 from grt.presets import change
+from grt.runs.metrics import read_metrics
 from grt.study.engine import Engine, cores
 from grt.study.results import Results
 from grt.study.worker import run_folder

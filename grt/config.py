@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from grt.schema import ConfigError, at_least, finite, from_dict, identity, operational, to_dict
+from grt.errors import ConfigError
+from grt.schema import at_least, finite, from_dict, identity, operational, to_dict
 
 Weights = Literal["fp32", "bf16", "int8"]  # what inference may keep matrices in (grt/decode/quantize.py)
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 # Dense bf16 / TF32 matrix peaks in FLOP/s, from the vendors' data sheets.
 CUDA_PEAKS = {

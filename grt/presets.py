@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from grt.config import ConfigError, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from grt.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from grt.errors import ConfigError
 
 
 def change(config: RunConfig, **sections: dict) -> RunConfig:

@@ -5,11 +5,9 @@ import typing
 from dataclasses import field
 from typing import Any, Literal
 
+from grt.errors import ConfigError
+
 LARGEST = 3e38  # what single precision holds
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work: one sentence that names the field, the value and the remedy."""
 
 
 def operational(default: Any) -> Any:

@@ -7,7 +7,8 @@ import torch
 
 from grt import cli
 from grt.bench import peers, training
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.methods import METHODS
 from grt.model.depth import Depth, fixed, lognormal_poisson, uniform
 

@@ -7,7 +7,7 @@ import torch
 
 from grt import cli
 from grt.bench import dial
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 
 @pytest.fixture

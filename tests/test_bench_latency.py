@@ -8,8 +8,9 @@ import torch
 
 from grt import cli
 from grt.bench import decoding, latency, memory
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
 from grt.decode.stream import generate
+from grt.errors import ConfigError
 from grt.methods import build_model
 from grt.model import cost
 

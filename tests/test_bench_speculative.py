@@ -7,8 +7,8 @@ import torch
 
 from grt import cli
 from grt.bench import speculative
-from grt.config import ConfigError
 from grt.decode.speculative import Tally, expected_tokens
+from grt.errors import ConfigError
 
 
 @pytest.fixture

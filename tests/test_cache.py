@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from grt.backbone.block import project
 from grt.backbone.context import LoopContext
 from grt.cache.kv import KVCache
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.methods import METHODS
 from grt.model.depth import Depth
 from grt.model.loop import last_of

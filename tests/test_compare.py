@@ -9,7 +9,7 @@ from PIL import Image
 from tiny import finish, quick, rows, tiny, write_text
 
 from grt import cli
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.methods import build_model
 from grt.model.cost import training_flops
 from grt.model.depth import Depth

@@ -9,22 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grt.config import (
-    ConfigError,
-    DataConfig,
-    Layout,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    TrainConfig,
-    config_hash,
-    dump,
-    from_dict,
-    identity,
-    load,
-    to_dict,
-)
+from grt.config import DataConfig, Layout, ModelConfig, OptimConfig, RunConfig, TrainConfig, config_hash, dump, load
+from grt.errors import ConfigError
 from grt.presets import PRESETS, change
+from grt.schema import from_dict, identity, to_dict
 
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 FIELDS = [(section, field) for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)]

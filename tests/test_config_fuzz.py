@@ -7,18 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grt.config import (
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    TrainConfig,
-    dump,
-    from_dict,
-    load,
-    to_dict,
-)
+from grt.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig, dump, load
+from grt.errors import ConfigError
+from grt.schema import from_dict, to_dict
 
 SECTIONS = {"model": ModelConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 

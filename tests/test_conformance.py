@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model.depth import Depth
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.evals import continuations
 from grt.evals.continuations import (
     AtOnce,

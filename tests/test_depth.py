@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.methods import METHODS, depth_sampler
 from grt.model.depth import Depth, fixed, lognormal_poisson, uniform
 

@@ -16,7 +16,8 @@ import tyro
 import grt
 from grt import cli
 from grt.cli.report import diagram
-from grt.config import ConfigError, Layout, RunConfig
+from grt.config import Layout, RunConfig
+from grt.errors import ConfigError
 from grt.presets import preset
 
 ROOT = Path(__file__).resolve().parent.parent

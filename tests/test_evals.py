@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.evals.loss import evaluate
 from grt.methods import METHODS
 from grt.model.depth import Depth

@@ -9,7 +9,7 @@ from tiny_model import build_tiny
 
 from grt import cli
 from grt.bench.halting import against_fixed, bench_halting, bootstrap, measured
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.evals.early_exit import calibrate, halted_loss
 from grt.evals.loss import evaluate
 from grt.exits.policies import POLICIES, Exit, FixedDepth

@@ -12,11 +12,11 @@ from test_cache import Oracle
 from torch.nn import functional as F
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError
 from grt.decode.decoder import Decoder
 from grt.decode.early_exit import HaltingDecoder
 from grt.decode.sampling import Sampling
 from grt.decode.stream import Stream, generate
+from grt.errors import ConfigError
 from grt.exits.loop import halting_cache, run_halting
 from grt.exits.policies import POLICIES, Exit, FixedDepth, Spent, parse_exit, with_threshold
 from grt.methods.ouro import exit_distribution, exit_step

@@ -4,9 +4,9 @@ import pytest
 import torch
 from test_hf_generate import PROMPTS, greedy, grts, padded
 
-from grt.config import ConfigError
 from grt.decode.sampling import Sampling
 from grt.decode.stream import Stream
+from grt.errors import ConfigError
 from grt.exits.policies import asked_exit
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from grt.config import ConfigError
 from grt.decode.stream import generate
+from grt.errors import ConfigError
 from grt.methods import METHODS
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.methods import METHODS
 from grt.model.depth import Depth
 

@@ -13,26 +13,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 50
 
-BASE = {"schema", "config", "files", "console", "device", "presets"}  # what everybody needs
+BASE = {"errors", "schema", "config", "files", "console", "device", "presets"}  # what everybody needs
 MODEL = BASE | {"backbone", "cache", "model", "methods", "exits"}
 
 # part of grt -> the parts that it may import, itself aside; a new part is added here or it is refused.
 MAY_IMPORT: dict[str, set[str]] = {
-    "schema": set(),
-    "config": {"schema"},
-    "files": {"schema", "config"},
-    "console": {"schema", "config"},
-    "device": {"schema", "config"},
-    "presets": {"config"},
-    "backbone": {"config", "device", "cache"},
-    "cache": {"config"},
-    "model": {"config", "backbone", "cache"},
-    "methods": {"config", "backbone", "cache", "model"},
-    "exits": {"config", "backbone", "cache", "model", "methods"},
-    "cpu": {"config", "files", "backbone", "methods"},
+    "errors": set(),
+    "files": {"errors"},
+    "console": {"errors"},
+    "device": {"errors"},
+    "schema": {"errors"},
+    "config": {"errors", "schema"},
+    "presets": {"errors", "config"},
+    "cache": {"errors", "schema", "config"},
+    "backbone": {"errors", "config", "cache"},
+    "model": {"errors", "schema", "config", "backbone", "cache"},
+    "methods": {"errors", "schema", "config", "backbone", "cache", "model"},
+    "exits": {"errors", "config", "backbone", "cache", "model", "methods"},
+    "cpu": {"errors", "config", "files", "backbone", "methods"},
     "decode": MODEL | {"cpu"},
     "data": BASE,
     "runs": MODEL | {"data"},
@@ -65,7 +65,7 @@ STILL = {
 # `import grt` and `grt --help` must answer at once: what these files load at once, outside of any function.
 EAGER = {
     "__init__": {"grt.config", "grt.presets"},
-    "cli": {"grt.config", "grt.presets", "grt.cli.options", "grt.cli.train"},
+    "cli": {"grt.errors", "grt.schema", "grt.config", "grt.presets", "grt.cli.options", "grt.cli.train"},
 }
 LAZY = {"grt/cli/report.py"}  # imported inside functions alone
 
@@ -168,9 +168,6 @@ def check_size(path: str, source: str) -> list[str]:
     if re.search(r"\bLong:\s+\w+(\W+\w+){2}", ast.get_docstring(tree) or ""):  # a reason has three words at least
         return []
     complaints = []
-    n_lines = len(source.splitlines())
-    if n_lines > MAX_FILE_LINES:
-        complaints.append(f"{path}: {n_lines} lines, more than {MAX_FILE_LINES}")
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             n_lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -225,7 +222,7 @@ def test_no_utils_beside_grt() -> None:
 def test_the_table_has_no_cycle() -> None:
     graph = {part: allowed - {"__init__"} for part, allowed in MAY_IMPORT.items()}
     order = list(TopologicalSorter(graph).static_order())
-    assert order[:2] == ["schema", "config"] and set(order) == set(MAY_IMPORT)
+    assert order[0] == "errors" and set(order) == set(MAY_IMPORT)
     assert not any("methods" in MAY_IMPORT[part] for part in ("config", "presets", "model"))
 
 
@@ -272,10 +269,9 @@ WRONG: list[tuple[Check, str, str]] = [
     (check_homes, "grt/bench/training.py", "def f():\n    import transformers"),
     (check_homes, "grt/bench/serve.py", "def f():\n    from vllm import LLM"),
     (check_homes, "grt/evals/task_report.py", "from lm_eval.evaluator import evaluate"),
-    (check_size, "grt/config.py", "x = 1\n" * 301),
-    (check_size, "grt/config.py", '"""Long: because."""\n' + "x = 1\n" * 300),
-    (check_size, "grt/config.py", "# Long: a comment is not the docstring\n" + "x = 1\n" * 300),
     (check_size, "grt/config.py", function(51)),
+    (check_size, "grt/config.py", '"""Long: because."""\n' + function(51)),
+    (check_size, "grt/config.py", "# Long: a comment is not the docstring\n" + function(51)),
     (check_size, "grt/config.py", function(51, "async def")),
     (check_size, "grt/config.py", "class A:\n    def f(self):\n" + "        x = 1\n" * 50),
     (check_no_branch_on_method, "grt/train/loop.py", "if method == 'grt':\n    pass"),
@@ -310,8 +306,7 @@ RIGHT: list[tuple[Check, str, str]] = [
     (check_homes, "grt/runs/plots.py", "import matplotlib.pyplot"),
     (check_homes, "grt/study/plots.py", "import matplotlib"),
     (check_homes, "grt/analysis/trace.py", "from matplotlib.figure import Figure"),
-    (check_size, "grt/config.py", "x = 1\n" * 300),
-    (check_size, "grt/config.py", '"""Long: one table, kept whole."""\n' + "x = 1\n" * 301 + function(60)),
+    (check_size, "grt/config.py", '"""Long: one table, kept whole."""\n' + function(60)),
     (check_size, "grt/config.py", "@cache\n@other\n" + function(50)),
     (check_no_branch_on_method, "grt/train/loop.py", "if config.method not in METHODS:\n    raise ValueError"),
     (

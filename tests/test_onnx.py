@@ -17,7 +17,7 @@ NANO = ROOT / "models/grt-nano"
 
 @pytest.mark.parametrize("method", ["mor", "mor-token"])
 def test_no_graph_of_routed_tokens(tiny, tmp_path, method):
-    from grt.config import ConfigError
+    from grt.errors import ConfigError
     from grt.hf.onnx import write_onnx
 
     with pytest.raises(ConfigError, match=f"{method} computes as many rows as its router chooses"):

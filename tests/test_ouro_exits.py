@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from naive_ouro import naive_p
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.methods.ouro import Ouro, exit_distribution, exit_step
 
 unit = st.floats(0, 1, allow_subnormal=False)

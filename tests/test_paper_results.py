@@ -12,8 +12,8 @@ from tiny import finish, quick, tiny, write_text
 
 from grt import cli
 from grt.config import config_hash, dump, load
-from grt.console import read_metrics
 from grt.presets import change
+from grt.runs.metrics import read_metrics
 from grt.study import slurm
 from grt.study.results import LOGGED, Result, Results, collect
 

@@ -20,9 +20,10 @@ from rich.console import Console
 from tiny import ROOT, environment, result, rows
 
 from grt import cli
-from grt.config import config_hash, to_dict
+from grt.config import config_hash
 from grt.presets import change
 from grt.runs.folder import FolderLock, is_held
+from grt.schema import to_dict
 from grt.study.engine import Engine
 from grt.study.results import Results
 from grt.study.worker import run_folder

@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from grt.config import ConfigError, config_hash
+from grt.config import config_hash
+from grt.errors import ConfigError
 from grt.experiments import depth_tasks, fig_kvcache_bar, properties, prose, tab_hyperparams, tab_method_comparison
 from grt.experiments.properties import probe
 from grt.experiments.recipes import row

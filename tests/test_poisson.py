@@ -11,7 +11,8 @@ import torch
 from test_equations import EXACT, block, layer_norm
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, Layout, ModelConfig
+from grt.config import Layout, ModelConfig
+from grt.errors import ConfigError
 from grt.methods import build_model, depth_sampler
 from grt.model import cost
 from grt.model.depth import Depth, lognormal_poisson

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from grt.config import (
-    ConfigError,
-    ModelConfig,
-    RunConfig,
-    config_hash,
-)
+from grt.config import ModelConfig, RunConfig, config_hash
+from grt.errors import ConfigError
 from grt.methods import build_model, depth_sampler
 from grt.presets import PRESETS, preset
 

@@ -10,12 +10,13 @@ from tiny import ROOT
 
 from grt import cli
 from grt.bench import latency
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
 from grt.cpu import kernels
 from grt.decode.decoder import Decoder
 from grt.decode.quantize import Kept, keep_weights, kept
 from grt.decode.sampling import Sampling
 from grt.decode.stream import Stream, generate
+from grt.errors import ConfigError
 from grt.methods import METHODS
 from grt.model import cost
 

@@ -11,10 +11,11 @@ from tiny import tiny as tiny_run
 
 from grt import cli
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
 from grt.data.tokenizer import get_tokenizer
 from grt.decode.decoder import Decoder
 from grt.decode.stream import generate
+from grt.errors import ConfigError
 from grt.evals.cloze import _ids
 from grt.methods import METHODS, build_model
 from grt.model import cost

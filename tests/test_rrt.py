@@ -10,8 +10,9 @@ import torch
 from test_equations import block, layer_norm
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
 from grt.device import autocast
+from grt.errors import ConfigError
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.methods.rrt import WIDTHS
 from grt.model import cost

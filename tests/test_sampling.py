@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from grt.config import ConfigError
 from grt.decode.sampling import Sampling
 from grt.decode.stream import generate
+from grt.errors import ConfigError
 
 
 def chi_square(counts, probabilities) -> float:

@@ -9,9 +9,9 @@ import torch
 from grt import cli
 from grt.backbone.context import LoopContext
 from grt.cache.kv import KVCache
-from grt.config import ConfigError
 from grt.data.prepare import prepare
 from grt.data.tokenizer import get_tokenizer
+from grt.errors import ConfigError
 from grt.evals.cloze import CHOICES, CONTEXT, SPAN, Item, cloze_accuracy, dump_items, make_items
 from grt.evals.loss import evaluate
 from grt.evals.sharing import forced_log_probs, sharing_loss

@@ -11,11 +11,11 @@ from speaking import GREEDY, PROMPT, speak, tokens_of
 
 from grt import cli
 from grt.cli.report import generation_report
-from grt.config import ConfigError
 from grt.decode.decoder import Decoder
 from grt.decode.sampling import Sampling
 from grt.decode.speculative import Draft, Drafter, SpeculativeStream
 from grt.decode.stream import Stream
+from grt.errors import ConfigError
 from grt.methods import METHODS
 from grt.runs.checkpoint import load_model
 

@@ -10,11 +10,11 @@ import torch
 
 from grt.backbone.context import LoopContext
 from grt.cache.kv import KVCache
-from grt.config import ConfigError
 from grt.cpu import one_row as onerow
 from grt.decode.decoder import Decoder
 from grt.decode.sampling import Sampling
 from grt.decode.stream import Stream
+from grt.errors import ConfigError
 from grt.methods import METHODS
 from grt.model.loop import last_of
 from grt.runs.checkpoint import load_model

@@ -10,10 +10,10 @@ import torch
 from tiny import quick, tiny
 
 from grt.cli import main
-from grt.config import ConfigError
 from grt.data.loader import batch, windows
 from grt.data.prepare import open_source
 from grt.data.tasks import UNDEFINED, addition, addition_spans, p_hop
+from grt.errors import ConfigError
 from grt.evals.accuracy import accuracy_by_depth
 from grt.methods import build_model
 

@@ -8,9 +8,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grt.config import ConfigError
 from grt.data.tokenizer import ByteTokenizer, get_tokenizer
 from grt.decode.text import TextStream
+from grt.errors import ConfigError
 
 
 def plain(text: str, stops: list[str]) -> str:

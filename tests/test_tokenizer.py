@@ -13,10 +13,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grt.config import ConfigError
 from grt.data import gpt2
 from grt.data.prepare import load_prepared, prepare
 from grt.data.tokenizer import ByteTokenizer, get_tokenizer
+from grt.errors import ConfigError
 
 
 @given(st.text())

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from grt.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from grt.console import read_metrics
 from grt.data.prepare import prepare
 from grt.presets import change
+from grt.runs.metrics import read_metrics
 from grt.train.loop import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grt.backbone.context import LoopContext, LowRank
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 PRODUCTS_UP_TO = 512  # tokens; at 1,024 the fused kernel, which skips the future, has overtaken them

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from grt.bench.decoding import Cached, Task, add_ratio, alternate, empty_report, median_row, warm_up
-from grt.config import ConfigError, at_least
 from grt.device import resolve_device
+from grt.errors import ConfigError
 from grt.evals.loss import evaluate
 from grt.runs.checkpoint import load_model
 from grt.runs.plots import figure_of_losses
+from grt.schema import at_least
 from grt.train.loop import open_data
 
 

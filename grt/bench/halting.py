@@ -21,17 +21,18 @@ from rich.table import Table
 from torch import Tensor
 
 from grt.bench.decoding import FEW, Task, Tick, add_ratio, alternate, empty_report, median_row, warm_up
-from grt.config import ConfigError, at_least
 from grt.data.loader import Split, n_windows
 from grt.decode.decoder import Decoder
 from grt.decode.early_exit import HaltingDecoder
 from grt.device import resolve_device
+from grt.errors import ConfigError
 from grt.evals.early_exit import Halted, calibrate, halted_loss
 from grt.exits.policies import POLICIES, Exit, ExitPolicy, FixedDepth, check_method, parse_exit
 from grt.model import cost
 from grt.model.loop import RecurrentDepthModel
 from grt.runs.checkpoint import load_model
 from grt.runs.plots import figure_of_losses
+from grt.schema import at_least
 from grt.train.loop import open_data
 
 RESAMPLES = 2000

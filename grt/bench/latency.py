@@ -40,12 +40,14 @@ from grt.bench.decoding import (
     warm_up,
 )
 from grt.cache.sharing import parse_strategy
-from grt.config import ConfigError, ModelConfig, Weights, at_least
+from grt.config import ModelConfig, Weights
 from grt.cpu import kernels
 from grt.device import DTYPES, resolve_device
+from grt.errors import ConfigError
 from grt.model import cost
 from grt.model.loop import RecurrentDepthModel
 from grt.presets import preset
+from grt.schema import at_least
 
 # GRT and dense presets of equal block executions
 SIZES = {size: (f"grt-{size}-isoflop", f"dense-{size}") for size in ("small", "medium", "large")}

@@ -20,10 +20,11 @@ from grt.bench.decoding import empty_report
 from grt.bench.latency import pair_of
 from grt.cache.kv import KVCache
 from grt.cache.sharing import parse_strategy
-from grt.config import ModelConfig, at_least
+from grt.config import ModelConfig
 from grt.methods import build_model
 from grt.model import cost
 from grt.model.loop import RecurrentDepthModel, last_of
+from grt.schema import at_least
 from grt.train.memory import LiveStorages
 
 GIB = 2**30

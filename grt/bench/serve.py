@@ -21,10 +21,12 @@ from rich.table import Table
 
 from grt.bench.decoding import empty_report
 from grt.bench.latency import pair_of
-from grt.config import ConfigError, ModelConfig, at_least
+from grt.config import ModelConfig
 from grt.device import DTYPES
+from grt.errors import ConfigError
 from grt.methods import build_model
 from grt.model import cost
+from grt.schema import at_least
 
 if TYPE_CHECKING:
     from grt.vllm.engine import Engine

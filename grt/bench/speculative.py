@@ -20,15 +20,16 @@ from rich.table import Table
 from torch import Tensor
 
 from grt.bench.decoding import FEW, Tick, add_ratio, alternate, empty_report, median_row, warm_up
-from grt.config import ConfigError, at_least
 from grt.data.loader import Split
 from grt.decode.decoder import Decoder
 from grt.decode.sampling import Sampling
 from grt.decode.speculative import Draft, SpeculativeStream, Tally, expected_tokens
 from grt.decode.stream import Stream
 from grt.device import resolve_device
+from grt.errors import ConfigError
 from grt.model.loop import RecurrentDepthModel
 from grt.runs.checkpoint import load_model
+from grt.schema import at_least
 from grt.train.loop import open_data
 
 REPEATS = 4  # of each pass that is timed, in a turn

@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 from grt.backbone.context import LoopContext
 from grt.bench.peers import LossOf, nanogpt, transformers_gpt2
-from grt.config import ConfigError, ModelConfig, OptimConfig, at_least
+from grt.config import ModelConfig, OptimConfig
 from grt.data.loader import Split, batch
 from grt.device import autocast, cpu_name, dtype_name, resolve_device, resolve_dtype
+from grt.errors import ConfigError
 from grt.methods import build_model, depth_sampler
 from grt.model.depth import Depth, DepthSampler
+from grt.schema import at_least
 from grt.train.memory import training_peak
 from grt.train.optim import make_optimizer
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grt.cache.sharing import SharedSteps, longer
-from grt.config import ConfigError, at_least
+from grt.errors import ConfigError
 from grt.model.depth import DEEPEST
+from grt.schema import at_least
 
 if TYPE_CHECKING:
     from grt.exits.loop import Going

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from grt.cache.kv import KVCache, Seen
 from grt.cache.sharing import append_own, parse_strategy
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 
 class RoutedSteps:

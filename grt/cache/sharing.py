@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 if TYPE_CHECKING:
     from grt.cache.kv import KVCache, Seen

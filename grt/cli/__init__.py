@@ -13,7 +13,8 @@ import sys
 import warnings
 from typing import Any
 
-from grt.config import VERSION, ConfigError
+from grt.config import VERSION
+from grt.errors import ConfigError
 
 COMMANDS = {
     "prepare": "turn text into token shards",

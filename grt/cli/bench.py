@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from grt.cli.options import Device, Run, parse
-from grt.config import ConfigError, Weights, at_least
+from grt.config import Weights
+from grt.errors import ConfigError
 from grt.presets import preset
+from grt.schema import at_least
 
 
 @dataclass

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from grt.cli.options import Device, Run, parse
-from grt.config import ConfigError, Weights
+from grt.config import Weights
+from grt.errors import ConfigError
 
 # Options that mean nothing beside --tasks, and those that mean nothing without it.
 OF_THE_LOSS = ("data", "windows", "routing", "cloze")

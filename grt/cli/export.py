@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from grt.cli.options import Run, parse
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 NO_GGUF = "--format gguf: its runtimes have no graph that applies a core again: use hf or onnx."
 

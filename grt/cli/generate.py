@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import tyro
 
 from grt.cli.options import Device, Run, parse
-from grt.config import ConfigError, Weights
+from grt.config import Weights
+from grt.errors import ConfigError
 
 
 @dataclass

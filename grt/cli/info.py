@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from grt.cli.options import parse
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 
 @dataclass

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from grt.config import ConfigError, RunConfig, at_home, load
+from grt.config import RunConfig, at_home, load
+from grt.errors import ConfigError
 from grt.presets import PRESETS, preset
 
 T = TypeVar("T")

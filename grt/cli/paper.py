@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from grt.cli.options import parse
-from grt.config import ConfigError, RunConfig, at_least
+from grt.config import RunConfig
+from grt.errors import ConfigError
+from grt.schema import at_least
 
 if TYPE_CHECKING:
     from grt.study.experiment import Experiment

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from grt.config import ConfigError, Layout, RunConfig, Weights, config_hash, load
-from grt.console import Output, read_metrics
+from grt.config import Layout, RunConfig, Weights, config_hash, load
+from grt.console import Output
 from grt.data.tokenizer import get_tokenizer
 from grt.decode.quantize import keep_weights
 from grt.decode.sampling import Sampling
@@ -19,12 +19,15 @@ from grt.decode.speculative import Draft, SpeculativeStream
 from grt.decode.stream import Stream
 from grt.decode.text import TextStream
 from grt.device import resolve_device, resolve_dtype
+from grt.errors import ConfigError
 from grt.evals.report import evaluation_report, show_evaluation
 from grt.exits.kept import NOBODY, Wanted, find_exit
+from grt.files import replace_file
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model import cost
 from grt.presets import PRESETS, SIZES, preset
-from grt.runs.checkpoint import find_checkpoint, load_model, replace_file
+from grt.runs.checkpoint import find_checkpoint, load_model
+from grt.runs.metrics import read_metrics
 
 console = Output()
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from grt.config import ConfigError
 from grt.data.formats import COMPRESSED, KINDS, Document, documents_of, kind_of, of_text
 from grt.data.remote import SHORTCUTS, download, fetch_dataset
+from grt.errors import ConfigError
 
 BUILTIN_VERSIONS = {"sympy": "1.14.0", "networkx": "3.6.1", "mpmath": "1.3.0", "numpy": "2.4.6"}
 BUILTIN_SHA256 = "40029e005cc78f4bd82b9ae945bf9b7b12566880ee270e1fb1d3c375c18f0b21"

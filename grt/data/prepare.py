@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from grt.config import ConfigError
 from grt.data.corpus import RESERVED, open_corpus, split_sources
 from grt.data.encode import WorkerDied
 from grt.data.meta import FORMAT
@@ -26,6 +25,7 @@ from grt.data.tasks import PREFIX, open_task
 from grt.data.texts import Texts
 from grt.data.token_files import find_token_files
 from grt.data.tokenizer import Tokenizer, get_tokenizer
+from grt.errors import ConfigError
 from grt.files import cache_folder
 from grt.presets import PRESETS, preset
 

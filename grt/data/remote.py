@@ -5,7 +5,6 @@ What is fetched gets its name in the cache only when it is whole.
 
 import contextlib
 import errno
-import functools
 import hashlib
 import http.client
 import json
@@ -18,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from grt.config import ConfigError
+from grt import files
 from grt.data.formats import KINDS, kind_of
-from grt.files import cache_folder
+from grt.errors import ConfigError
 
 SHORTCUTS = {
     "shakespeare": "url:https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -39,15 +38,15 @@ def download(source: str) -> Path:
     name = url.partition("?")[0].rpartition("/")[2]
     if not kind_of(Path(name)):
         raise ConfigError(f"{url} names no file of a kind that is read: {KINDS}; download and rename it yourself.")
-    path = cache_folder() / "downloads" / f"{sha256[:16]}-{name}"
-    if path.exists() and _sha256(path) == sha256:
+    path = files.cache_folder() / "downloads" / f"{sha256[:16]}-{name}"
+    if path.exists() and files.sha256(path) == sha256:
         return path
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, _whole_file(path) as file:
             while block := answer.read(1 << 20):
                 file.write(block)
             file.flush()
-            if (found := _sha256(Path(file.name))) != sha256:
+            if (found := files.sha256(Path(file.name))) != sha256:
                 raise ConfigError(f"{url} has sha256 {found[:16]}... instead of {sha256[:16]}...: it is another file.")
     except ConfigError:
         raise
@@ -66,7 +65,9 @@ def fetch_dataset(source: str, field: str) -> Path:
     """
     name, _, config = source.removeprefix("hf:").partition(":")
     key = hashlib.sha256(json.dumps([source, field]).encode()).hexdigest()[:16]
-    path = cache_folder() / "datasets" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name).strip('_')[-60:]}-{key}.jsonl.zst"
+    path = (
+        files.cache_folder() / "datasets" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name).strip('_')[-60:]}-{key}.jsonl.zst"
+    )
     if path.exists():
         return path
     texts = _stream(source, name, config or None, field)
@@ -95,14 +96,6 @@ def _stream(source: str, name: str, config: str | None, field: str) -> Iterator[
     except Exception as error:  # no network, no such name, no such config, a broken file: a dozen classes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0].rstrip(".:")
         raise ConfigError(f"{source} cannot be had ({reason}): check its name, its config and the network.") from None
-
-
-def _sha256(path: Path) -> str:
-    sha256 = hashlib.sha256()
-    with open(path, "rb") as file:
-        for block in iter(functools.partial(file.read, 1 << 20), b""):
-            sha256.update(block)
-    return sha256.hexdigest()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from typing import Literal
 
 import numpy as np
 
-from grt.config import ConfigError
 from grt.data.documents import DocumentSplit
 from grt.data.loader import BLOCK, Split, check_ids
 from grt.data.meta import FORMAT, SPLITS, read_meta
@@ -27,6 +26,8 @@ from grt.data.partial import JOURNAL, Partial, partial_folder
 from grt.data.tokenizer import Tokenizer, get_tokenizer, smallest_dtype
 from grt.data.tokenizer_json import FILE, JsonTokenizer, tokenizer_from
 from grt.data.writer import Writer, sync
+from grt.errors import ConfigError
+from grt.files import sync_folder
 
 Windows = Literal["any", "document"]
 
@@ -207,15 +208,3 @@ def _check_index(path: Path, entry: dict, verify: bool) -> None:
             raise ConfigError(f"{path} differs from the sha256 in meta.json: prepare the data again.")
         if len(ends) and (ends[-1] > entry["tokens"] or (ends[1:] <= ends[:-1]).any()):
             raise ConfigError(f"{path} has ends of documents out of order: prepare the data again.")
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, where a folder can be opened to do so: Windows refuses that."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

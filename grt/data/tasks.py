@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grt.config import ConfigError
 from grt.data.loader import Split
 from grt.data.shards import Prepared, Windows
 from grt.data.tokenizer import ByteTokenizer, Tokenizer
+from grt.errors import ConfigError
 
 PREFIX = "task:"
 LETTERS, UNDEFINED = b"abcd", ord("?")

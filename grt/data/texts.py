@@ -7,13 +7,13 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-from grt.config import ConfigError
 from grt.data.corpus import Corpus, CorpusHash, check_expected
 from grt.data.encode import Piece, encoded, jobs, pieces
 from grt.data.formats import Document
 from grt.data.meta import SPLITS
 from grt.data.partial import Partial
 from grt.data.tokenizer import Tokenizer
+from grt.errors import ConfigError
 
 MIN_TAIL, MAX_TAIL = 0.01, 0.5  # bounds of the validation share when documents themselves are cut
 

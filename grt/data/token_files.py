@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from grt.config import ConfigError
 from grt.data.gpt2 import GPT2Tokenizer, gpt2_tokenizer
 from grt.data.loader import BLOCK, check_ids
 from grt.data.partial import Partial
 from grt.data.tokenizer import Tokenizer
+from grt.errors import ConfigError
 
 
 class TokenFiles:

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from grt.config import ConfigError
 from grt.data.byte_level import byte_letters, tokenizer_json
+from grt.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from grt.config import ConfigError
 from grt.data.tokenizer import cut_before_space, smallest_dtype
+from grt.errors import ConfigError
 
 FILE = "tokenizer.json"
 # What ends a text in the common families (GPT, Llama 2 and 3, Qwen, Gemma, BERT); the first that is there is taken.

@@ -18,10 +18,10 @@ from torch.utils.cpp_extension import get_cxx_compiler
 from grt.backbone.context import LoopContext, left_padded
 from grt.cache.kv import KVCache
 from grt.cache.sharing import SharedSteps
-from grt.config import ConfigError
 from grt.cpu.captured import Tape, Unrecordable
 from grt.cpu.one_row import OPTIONS, OneRow
 from grt.decode.quantize import Kept
+from grt.errors import ConfigError
 from grt.model.depth import Depth
 from grt.model.loop import RecurrentDepthModel, last_of
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grt.backbone.block import Block
-from grt.config import ConfigError, Weights
+from grt.config import Weights
 from grt.cpu import kernels
 from grt.cpu.fused_block import FEW, RowBlock, RowGate
 from grt.device import DTYPES
+from grt.errors import ConfigError
 from grt.methods.grt import Gate
 from grt.model.loop import RecurrentDepthModel
 

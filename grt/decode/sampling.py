@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 FEW = 1024  # tokens that mostly hold top_p: to sort these takes a tenth of the time of sorting GPT-2's vocabulary
 

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, at_least
 from grt.decode.decoder import Decoder
 from grt.decode.stream import Drawn, Stream, evaluating, finite
+from grt.errors import ConfigError
 from grt.model.depth import Depth
 from grt.model.loop import RecurrentDepthModel, last_of
+from grt.schema import at_least
 
 LONGEST = 8  # drafts before a verification, where their number is free
 FIXED = 6  # and where each number would be compiled anew

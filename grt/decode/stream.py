@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from grt.config import ConfigError
 from grt.decode.decoder import Decoder
 from grt.decode.early_exit import HaltingDecoder
 from grt.decode.sampling import Sampling
 from grt.decode.window import Window
+from grt.errors import ConfigError
 from grt.exits.policies import Exit, asked_exit
 from grt.model.loop import RecurrentDepthModel
 

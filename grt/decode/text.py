@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to, before its others come
 CHARACTER = 4  # bytes of the longest one: decoding that begins within it is in step after so many, or after another

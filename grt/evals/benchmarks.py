@@ -17,7 +17,7 @@ import yaml
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.evals.harness import quiet
 
 OWN = Path(lm_eval.tasks.__file__).parent

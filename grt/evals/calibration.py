@@ -5,14 +5,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grt.config import ConfigError
 from grt.console import Output
 from grt.device import resolve_device
+from grt.errors import ConfigError
 from grt.evals.early_exit import calibrate
 from grt.evals.report import known_text
 from grt.exits.kept import FILE, home_of, read_exits, result_of, show_exit
 from grt.exits.policies import Exit, check_method, parse_exit
-from grt.runs.checkpoint import find_checkpoint, load_model, read_manifest, replace_file
+from grt.files import replace_file
+from grt.runs.checkpoint import find_checkpoint, load_model, read_manifest
 
 console = Output()
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from grt.config import ConfigError
 from grt.data.documents import DocumentSplit
 from grt.data.tokenizer import Tokenizer
 from grt.device import autocast
+from grt.errors import ConfigError
 from grt.evals.sharing import forced_log_probs
 from grt.model.loop import RecurrentDepthModel
 

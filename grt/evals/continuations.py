@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grt.backbone.context import LoopContext, left_padded
-from grt.config import ConfigError
 from grt.device import autocast
+from grt.errors import ConfigError
 from grt.evals.early_exit import forced_halting
 from grt.evals.sharing import forced_logits
 from grt.exits.loop import halting_cache, run_halting

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grt.backbone.context import LoopContext
-from grt.config import at_least
 from grt.data.loader import Split, windows
 from grt.device import autocast
 from grt.exits.loop import halting_cache, run_halting
 from grt.exits.policies import Exit, ExitPolicy, FixedDepth, Spent
 from grt.model.loop import RecurrentDepthModel
+from grt.schema import at_least
 
 CANDIDATES = 1024  # thresholds that calibration chooses among
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError
 from grt.data.loader import Split, n_windows, windows
 from grt.device import autocast
+from grt.errors import ConfigError
 from grt.model.depth import Depth
 from grt.model.loop import RecurrentDepthModel
 

@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from grt.cache.kv import KVCache
-from grt.config import ConfigError, RunConfig, Weights
+from grt.config import RunConfig, Weights
 from grt.console import Output
 from grt.data.documents import DocumentSplit
 from grt.data.loader import Split, bigram_entropy
@@ -24,6 +24,7 @@ from grt.data.tasks import TaskSplit
 from grt.data.tokenizer import get_tokenizer
 from grt.decode.quantize import keep_weights
 from grt.device import dtype_name, resolve_device, resolve_dtype
+from grt.errors import ConfigError
 from grt.evals.accuracy import accuracy_by_depth
 from grt.evals.cloze import cloze_accuracy, dump_items, make_items
 from grt.evals.loss import Evaluation, evaluate

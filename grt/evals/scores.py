@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.evals.continuations import Pair, Score, Scorer, batches, pieces, score
 
 Progress = Callable[[int, int], None]  # how many are done, of how many

@@ -17,11 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from grt.cache.kv import KVCache
-from grt.config import VERSION, ConfigError, RunConfig, Weights, at_least, identity
+from grt.config import VERSION, RunConfig, Weights
 from grt.console import Output
 from grt.data.tokenizer import Tokenizer, get_tokenizer
 from grt.decode.quantize import keep_weights
 from grt.device import dtype_name, resolve_device, resolve_dtype
+from grt.errors import ConfigError
 from grt.evals.continuations import AtOnce, Halting, HaltingTokenByToken, Scorer, TokenByToken
 from grt.evals.scores import ScoreFile, Scores
 from grt.exits.kept import NOBODY, Wanted, find_exit, home_of
@@ -29,6 +30,7 @@ from grt.exits.policies import Exit
 from grt.model.loop import RecurrentDepthModel
 from grt.runs.checkpoint import find_checkpoint, load_model, read_manifest
 from grt.runs.folder import commit
+from grt.schema import at_least, identity
 
 console = Output()
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from grt.config import ConfigError
 from grt.console import Output
 from grt.data.loader import Split
+from grt.errors import ConfigError
 from grt.evals.early_exit import Halted, halted_loss
 from grt.exits.policies import Exit, asked_exit
 from grt.model import cost

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 if TYPE_CHECKING:
     from grt.model.loop import RecurrentDepthModel

@@ -7,7 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from grt.config import ConfigError, RunConfig
+from grt.config import RunConfig
+from grt.errors import ConfigError
 from grt.study.compare import NOT_RUN
 from grt.study.report import Report, Table
 from grt.study.results import Results, check_numbers

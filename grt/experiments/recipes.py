@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from grt.config import ConfigError, RunConfig
+from grt.config import RunConfig
+from grt.errors import ConfigError
 from grt.presets import LADDER, PRESETS, change, preset
 
 Scale = Literal["nano", "small", "medium", "large"]

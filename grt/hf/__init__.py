@@ -1,7 +1,7 @@
 """grt in Hugging Face's ecosystem. `import grt.hf` registers the classes, so that the Auto classes load what
 `grt export` writes without running the code beside it."""
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 try:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

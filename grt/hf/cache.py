@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Cache
 
 from grt.cache.kv import KVCache
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.exits.loop import halting_cache
 from grt.exits.policies import Exit, Spent
 from grt.hf.config import GRTConfig

@@ -13,13 +13,14 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from grt.config import ConfigError, to_dict
+from grt.errors import ConfigError
 from grt.exits.policies import Exit, asked_exit
 from grt.hf.cache import GRTCache
 from grt.hf.config import GRTConfig
 from grt.hf.early_exit import check_halting, halted
 from grt.hf.model import CACHE, GRTModel, GRTPreTrainedModel, checked
 from grt.model.loop import RecurrentDepthModel
+from grt.schema import to_dict
 
 OPTIONS = ("num_steps", "kv")  # fields of the config that `generate` may override
 EXIT = ("exit", "threshold", "budget")  # of one generation alone

@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from grt.config import ConfigError, Layout, ModelConfig
+from grt.config import Layout, ModelConfig
+from grt.errors import ConfigError
 
 # The vocabulary is padded for training only: what is saved has the true rows.
 FIELDS = {field.name: field.default for field in fields(ModelConfig) if field.name != "vocab_multiple"}

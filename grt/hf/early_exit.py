@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.exits.loop import run_halting
 from grt.hf.cache import GRTCache
 from grt.model.loop import RecurrentDepthModel

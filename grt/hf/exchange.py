@@ -8,26 +8,18 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from grt.config import (
-    VERSION,
-    ConfigError,
-    DataConfig,
-    Layout,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-    config_hash,
-    dump,
-    to_dict,
-)
-from grt.console import read_metrics
+from grt.config import VERSION, DataConfig, Layout, ModelConfig, RunConfig, TrainConfig, config_hash, dump
 from grt.data.tokenizer import get_tokenizer
 from grt.data.tokenizer_json import FILE
+from grt.errors import ConfigError
+from grt.files import replace_file
 from grt.methods import build_model
 from grt.model import cost
 from grt.model.convert import convert
-from grt.runs.checkpoint import find_checkpoint, load_model, read_manifest, replace_file, write_folder
+from grt.runs.checkpoint import find_checkpoint, load_model, read_manifest, write_folder
 from grt.runs.folder import command_line
+from grt.runs.metrics import read_metrics
+from grt.schema import to_dict
 
 COPIED = f"hf:./{FILE}"  # a tokenizer.json that comes along
 

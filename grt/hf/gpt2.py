@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 
 # Theirs -> ours; the weights of their Conv1D layers are (d_in, d_out).
 OUTSIDE = {"wte.weight": "embed.tokens.weight", "wpe.weight": "embed.positions.weight"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 
 def push(folder: Path, repo: str) -> str:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.hf.cache import GRTCache
 from grt.hf.config import GRTConfig
 from grt.methods import build_model

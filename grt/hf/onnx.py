@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grt.cache.kv import KVCache
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.model.depth import Depth
 from grt.model.loop import RecurrentDepthModel
 

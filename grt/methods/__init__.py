@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.methods.grt import GRT, Reinjection
 from grt.methods.ladder import StateNoise
 from grt.methods.mor import ExpertChoice, TokenChoice

@@ -37,8 +37,10 @@ from grt.backbone.block import Stack, block_flops
 from grt.backbone.context import LoopContext
 from grt.cache.kv import KVCache
 from grt.cache.routed import RoutedSteps
-from grt.config import ConfigError, ModelConfig, at_least
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.model.rule import UpdateRule
+from grt.schema import at_least
 
 
 def shares_of(config: ModelConfig) -> list[Fraction]:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.model.rule import CrossEntropy, Loss, UpdateRule
 
 SMALLEST = 1e-8  # a probability below it counts as this in a logarithm

@@ -25,9 +25,11 @@ from torch.nn import functional as F
 from grt.backbone.block import Block, init_normal
 from grt.backbone.context import LoopContext
 from grt.backbone.split_linear import anchor, anchored
-from grt.config import ConfigError, ModelConfig, at_least
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.model.depth import DepthSampler, lognormal_poisson
 from grt.model.rule import UpdateRule
+from grt.schema import at_least
 
 
 def check(config: ModelConfig) -> None:

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from grt.backbone.block import Stack
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.model.rule import Residual, UpdateRule
 
 WIDTHS = {"attn.qkv": (1, 3), "attn.out": (1, 1), "mlp.up": (1, 4), "mlp.down": (4, 1)}  # d_in / d, d_out / d

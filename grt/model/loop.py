@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from grt.backbone.block import Embedding, Stack, init_gpt2
 from grt.backbone.context import LoopContext
 from grt.backbone.head import logits_for_decoding
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.model.depth import DEEPEST, Depth
 from grt.model.rule import Loss, UpdateRule, last_of
 

@@ -13,7 +13,8 @@ from grt.backbone.block import Block, Stack, block_flops
 from grt.backbone.context import LoopContext
 from grt.cache.kv import CoreStore, KVCache
 from grt.cache.sharing import SharedSteps
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 
 CrossEntropy = Callable[[Tensor], Tensor]  # a state (B, T, d) -> nats of each token (B, T)
 Residual = Callable[[int, int, str], Tensor]  # step, core block, linear -> what tying took from its weight

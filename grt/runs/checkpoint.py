@@ -28,8 +28,9 @@ import torch
 import zstandard
 from torch import Tensor
 
-from grt.config import ConfigError, RunConfig, at_home, config_hash, load
-from grt.data.shards import sync_folder
+from grt.config import RunConfig, at_home, config_hash, load
+from grt.errors import ConfigError
+from grt.files import replace_file, sha256, sync_folder, write_file
 from grt.methods import build_model
 from grt.model.loop import RecurrentDepthModel
 from grt.train.optim import MOMENTS, learning, optimizer_tensors
@@ -65,34 +66,6 @@ def read_state(path: Path, step: int) -> State:
         return state
     except (OSError, ValueError, TypeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: use another checkpoint.") from None
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write and fsync: when this returns, the bytes are on the disk. The OSError of a full disk names the file."""
-    try:
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Put `text` into `path` so that a reader, or a crash, sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_file(temporary, text.encode())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def step_name(step: int) -> str:

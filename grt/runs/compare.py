@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from grt.config import ConfigError, RunConfig, load
-from grt.console import Output, read_metrics
+from grt.config import RunConfig, load
+from grt.console import Output
+from grt.errors import ConfigError
 from grt.methods import build_model, depth_sampler
 from grt.model.cost import parameters, training_flops
 from grt.model.depth import Depth
+from grt.runs.metrics import read_metrics
 from grt.runs.plots import Curve, draw_comparison
 
 Axis = Literal["tokens", "flops", "seconds"]

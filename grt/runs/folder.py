@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from grt.config import VERSION, ConfigError, RunConfig, config_hash, dump, identity, load
+from grt.config import VERSION, RunConfig, config_hash, dump, load
 from grt.device import hardware
-from grt.runs.checkpoint import replace_file
+from grt.errors import ConfigError
+from grt.files import replace_file
+from grt.schema import identity
 
 try:
     import fcntl

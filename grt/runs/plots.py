@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from grt.console import read_metrics
+from grt.runs.metrics import read_metrics
 
 
 def smooth(values: list[float], width: int) -> np.ndarray:

@@ -17,10 +17,12 @@ from typing import IO
 from rich.live import Live
 from rich.table import Table
 
-from grt.config import RunConfig, config_hash, to_dict
-from grt.console import Output, read_metrics
+from grt.config import RunConfig, config_hash
+from grt.console import Output
 from grt.presets import change
 from grt.runs.folder import is_held
+from grt.runs.metrics import read_metrics
+from grt.schema import to_dict
 from grt.study.results import Results
 from grt.study.worker import HELD, run_folder
 from grt.train.interrupt import Interrupt

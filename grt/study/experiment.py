@@ -17,7 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grt.config import ConfigError, RunConfig, config_hash, to_dict
+from grt.config import RunConfig, config_hash
+from grt.errors import ConfigError
+from grt.schema import to_dict
 from grt.study.compare import NOT_RUN
 from grt.study.report import Report, Table
 from grt.study.results import Results

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grt.runs.checkpoint import replace_file
+from grt.files import replace_file
 
 
 @dataclass

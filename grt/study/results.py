@@ -16,10 +16,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grt.config import ConfigError, RunConfig, config_hash, load
+from grt.config import RunConfig, config_hash, load
 from grt.data.tasks import PREFIX
+from grt.errors import ConfigError
+from grt.files import write_file
 from grt.presets import change
-from grt.runs.checkpoint import write_file
 
 WINDOWS = 256
 LOGGED = 20  # every such training step is kept
@@ -73,7 +74,7 @@ class Result:
     @cached_property
     def gate_mean(self) -> float | None:
         """Of the state, the share that a step's gates kept when training last looked, mean over steps; None without."""
-        from grt.console import read_metrics
+        from grt.runs.metrics import read_metrics
 
         path = self.folder / "metrics.jsonl"
         rows = [row.get("gate_mean") for row in read_metrics(path)] if path.exists() else []
@@ -172,9 +173,9 @@ class Results:
 
 def collect(run: Path, results: Path) -> Path:
     """Evaluate a finished run and copy what made it into `results`/runs; returns that folder."""
-    from grt.console import read_metrics
     from grt.evals.report import evaluation_report
     from grt.runs.compare import Finished
+    from grt.runs.metrics import read_metrics
 
     config = load(run / "config.json")
     environment = json.loads((run / "env.json").read_text(encoding="utf-8"))

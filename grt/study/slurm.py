@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grt.config import ConfigError, RunConfig, config_hash
+from grt.config import RunConfig, config_hash
+from grt.errors import ConfigError
 from grt.study.results import Results
 from grt.study.worker import train_and_collect
 

@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grt.config import ConfigError, RunConfig, config_hash
+from grt.config import RunConfig, config_hash
+from grt.errors import ConfigError
 from grt.experiments import ablation_ladder, depth_tasks, equal_flops, fixed_depth, learning_rates, prose, tab_main
 from grt.experiments.recipes import UNSWEPT
 from grt.presets import preset

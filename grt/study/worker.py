@@ -10,7 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
-from grt.config import ConfigError, RunConfig, config_hash
+from grt.config import RunConfig, config_hash
+from grt.errors import ConfigError
 from grt.schema import from_dict
 
 HELD = 75  # exit code, EX_TEMPFAIL of sysexits.h

@@ -9,7 +9,7 @@ import threading
 import time
 from types import FrameType
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none

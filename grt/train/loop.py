@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, RunConfig, config_hash
-from grt.console import Display, MetricsLog, forget_after
+from grt.config import RunConfig, config_hash
+from grt.console import Display
 from grt.data.loader import batch, bigram_entropy
 from grt.data.prepare import Prepared, open_source
 from grt.device import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
+from grt.errors import ConfigError
 from grt.evals.loss import evaluate
 from grt.methods import build_model, depth_sampler
 from grt.model.cost import parameters, training_forward_flops
@@ -27,6 +28,7 @@ from grt.model.depth import Depth
 from grt.model.loop import Loss
 from grt.runs.checkpoint import Checkpoints, State
 from grt.runs.folder import FolderLock, claim, environment, write_headers
+from grt.runs.metrics import MetricsLog, forget_after
 from grt.runs.plots import draw_curve
 from grt.train.diagnose import NonFiniteError, first_offender
 from grt.train.interrupt import Interrupt

@@ -1,6 +1,7 @@
 """A second stage of training: the language model stays as it is, what the method names learns."""
 
-from grt.config import ConfigError, RunConfig
+from grt.config import RunConfig
+from grt.errors import ConfigError
 from grt.model.loop import RecurrentDepthModel
 
 # Stage -> cost of a slot in forward passes. A backward pass costs two; that of a second stage, next to nothing.

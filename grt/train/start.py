@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from grt.config import ConfigError, RunConfig
+from grt.config import RunConfig
+from grt.errors import ConfigError
 from grt.methods import build_model
 from grt.model.convert import convert
 from grt.model.loop import RecurrentDepthModel

@@ -6,8 +6,9 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from grt.config import ModelConfig, to_dict
+from grt.config import ModelConfig
 from grt.hf.config import GRTConfig
+from grt.schema import to_dict
 from grt.vllm.memory import BLOCK
 
 # Of one process and not two, so that who takes turns does not also compete; threads are torch's.

@@ -4,7 +4,7 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.hf.config import GRTConfig
 from grt.methods import build_model
 from grt.model.loop import RecurrentDepthModel

@@ -10,7 +10,8 @@ import torch
 from tiny_run import TINY, write_texts
 
 from grt import cli
-from grt.config import ConfigError, load
+from grt.config import load
+from grt.errors import ConfigError
 from grt.runs.checkpoint import load_model
 
 WRONG = [

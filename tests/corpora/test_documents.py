@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_model import build_tiny
 
-from grt.config import ConfigError, RunConfig, config_hash
+from grt.config import RunConfig, config_hash
 from grt.data.loader import batch, n_windows, windows
 from grt.data.prepare import load_prepared, prepare
+from grt.errors import ConfigError
 from grt.evals.loss import evaluate
 from grt.evals.report import find_text
 from grt.presets import preset

@@ -15,8 +15,7 @@ from grt.data import prepare as prepare_module
 from grt.data import shards as shards_module
 from grt.data.loader import batch
 from grt.data.prepare import load_prepared, prepare
-from grt.files import cache_folder
-from grt.runs.checkpoint import replace_file
+from grt.files import cache_folder, replace_file
 
 
 def test_tokens_are_the_documents_each_with_end_of_text(texts):

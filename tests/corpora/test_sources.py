@@ -9,10 +9,10 @@ import zstandard
 from pages import PAGES, jsonl, texts
 from pyarrow import parquet
 
-from grt.config import ConfigError
 from grt.data import formats
 from grt.data.corpus import open_corpus, split_sources
 from grt.data.prepare import prepare
+from grt.errors import ConfigError
 
 
 def table(path: Path, **columns) -> bytes:

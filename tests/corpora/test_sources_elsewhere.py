@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from pages import PAGES, jsonl, texts
 
-from grt.config import ConfigError
 from grt.data import remote
 from grt.data.corpus import open_corpus
 from grt.data.formats import documents_of
 from grt.data.prepare import prepare
 from grt.data.tokenizer import get_tokenizer
+from grt.errors import ConfigError
 
 
 @pytest.fixture

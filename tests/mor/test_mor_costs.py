@@ -6,7 +6,8 @@ from routes import SIZES, R, T
 from torch.utils.flop_counter import FlopCounterMode
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError, ModelConfig
+from grt.config import ModelConfig
+from grt.errors import ConfigError
 from grt.methods import build_model
 from grt.model import cost
 from grt.model.depth import Depth

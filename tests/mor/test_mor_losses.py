@@ -6,7 +6,7 @@ import pytest
 import torch
 from routes import R, T, recorded, run, score
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.evals.loss import evaluate
 from grt.model.depth import Depth
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.runs.checkpoint import load_model
 from grt.train.loop import Trainer
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tiny import ROOT, finish, quick, rows, tiny
 
-from grt.config import ConfigError, Layout, load
+from grt.config import Layout, load
+from grt.errors import ConfigError
 from grt.methods import METHODS, build_model
 from grt.methods.rrt import WIDTHS
 from grt.model.convert import convert, tied_layers

@@ -7,10 +7,12 @@ import pytest
 import torch
 from tiny import finish, rows, run_until, tiny
 
-from grt.config import ConfigError, config_hash, load
+from grt.config import config_hash, load
+from grt.errors import ConfigError
+from grt.files import sha256
 from grt.methods import METHODS
 from grt.presets import change
-from grt.runs.checkpoint import load_model, sha256, weights_file
+from grt.runs.checkpoint import load_model, weights_file
 from grt.train.loop import Trainer
 from grt.train.start import check_source
 

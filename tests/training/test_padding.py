@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 from tiny import finish, rows, run_until, tiny
 
-from grt.config import ConfigError, ModelConfig, config_hash
+from grt.config import ModelConfig, config_hash
 from grt.decode.sampling import Sampling
 from grt.decode.stream import generate
+from grt.errors import ConfigError
 from grt.evals.loss import evaluate
 from grt.methods import METHODS, build_model
 from grt.model import cost

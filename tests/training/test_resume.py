@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tiny import finish, grt, kill_at_step, result, rows, run_until
 
-from grt.config import ConfigError, dump, load
+from grt.config import dump, load
 from grt.data.prepare import prepare
+from grt.errors import ConfigError
 from grt.presets import change
 from grt.runs.checkpoint import CheckpointError, load_model
 from grt.train.loop import Trainer

@@ -13,8 +13,9 @@ import torch
 from tiny import ROOT, finish, run_until, start
 
 import grt.runs.folder as folder_module
-from grt.config import VERSION, ConfigError, dump
+from grt.config import VERSION, dump
 from grt.data.prepare import prepare
+from grt.errors import ConfigError
 from grt.presets import change
 from grt.runs.folder import command_line
 from grt.train.loop import Trainer

@@ -14,7 +14,8 @@ import pytest
 from tiny import ROOT, environment, finish, result, rows, run_until, start
 
 from grt.cli import main
-from grt.config import ConfigError, dump
+from grt.config import dump
+from grt.errors import ConfigError
 from grt.runs.checkpoint import load_model
 from grt.train.interrupt import Interrupt, parse_duration
 from grt.train.loop import Trainer

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tiny import finish, quick, result, rows, run_until, tiny
 
 from grt.backbone.context import LoopContext
-from grt.config import ConfigError
+from grt.errors import ConfigError
 from grt.model.cost import training_forward_flops
 from grt.presets import change
 from grt.train.loop import Trainer

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tiny import finish, rows, run_until
 
 import grt
-from grt.config import ConfigError, OptimConfig
+from grt.config import OptimConfig
 from grt.data.loader import batch
+from grt.errors import ConfigError
 from grt.methods import build_model
 from grt.model.cost import training_forward_flops
 from grt.presets import change, grt_nano

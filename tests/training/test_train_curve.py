@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tiny import finish
 
-from grt.config import ConfigError
-from grt.console import MetricsLog, read_metrics
+from grt.errors import ConfigError
 from grt.presets import change
+from grt.runs.metrics import MetricsLog, read_metrics
 from grt.runs.plots import draw_curve
 
 # The curve
