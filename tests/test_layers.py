@@ -59,7 +59,6 @@ STILL = {
     ("grt/exits/kept.py", "runs"),
     ("grt/evals/report.py", "train"),
     ("grt/runs/checkpoint.py", "train"),
-    ("grt/study/study.py", "experiments"),
 }
 
 # `import grt` and `grt --help` must answer at once: what these files load at once, outside of any function.

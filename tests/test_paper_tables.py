@@ -8,12 +8,19 @@ import torch
 
 from grt.config import config_hash
 from grt.errors import ConfigError
-from grt.experiments import depth_tasks, fig_kvcache_bar, properties, prose, tab_hyperparams, tab_method_comparison
+from grt.experiments import (
+    depth_tasks,
+    fig_kvcache_bar,
+    properties,
+    prose,
+    study,
+    tab_hyperparams,
+    tab_method_comparison,
+)
 from grt.experiments.properties import probe
 from grt.experiments.recipes import row
 from grt.experiments.tab_method_comparison import COLUMNS, DISPUTED, EXPECTED, FOUND, tiny
 from grt.presets import change, preset
-from grt.study import study
 from grt.study.compare import Claim, claims_table, idle_notes, losses_of
 from grt.study.results import Result, Results
 
