@@ -225,7 +225,7 @@ WRONG = [
     (check_links, '<img src="none.png" width="80">'),
     (check_links, "# One\nsee [below](#two)"),
     (check_tree, fenced("", "grt/          the package\n  none.py     nothing")),
-    (check_tree, fenced("text", "grt/\n├── cli.py   # commands\n└── model/\n    └── none.py  # nothing")),
+    (check_tree, fenced("text", "grt/\n├── cli/   # commands\n└── model/\n    └── none.py  # nothing")),
     (check_tree, fenced("", "repo/\n  grt/  the package\n    none.py  nothing")),
     (check_commands, fenced("bash", "grt trian grt-nano --out runs/a")),
     (check_commands, fenced("bash", "grt train grt-nano --out runs/a --steps 3")),
@@ -249,11 +249,11 @@ RIGHT = [
     (check_links, fenced("", "a[0](none)")),
     (
         check_tree,
-        fenced("", "grt/          the package\n  cli.py      commands\n  data/ evals/  text\nMakefile  targets"),
+        fenced("", "grt/          the package\n  config.py   runs\n  data/ evals/  text\nMakefile  targets"),
     ),
     (
         check_tree,
-        fenced("", "repo/\n├── grt/     # the package\n│   ├── model/\n│   │   └── block.py\n│   └── cli.py  # x.y"),
+        fenced("", "repo/\n├── grt/     # the package\n│   ├── model/\n│   │   └── loop.py\n│   └── config.py  # x.y"),
     ),
     (check_tree, fenced("", "other/  nothing\n  none.py")),
     (check_commands, fenced("bash", "make setup  # first\ngrt train grt-nano --out runs/a --optim.lr 1e-3 && ls")),

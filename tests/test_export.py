@@ -114,7 +114,7 @@ def test_one_copy_of_each_tensor(tiny, ids, tmp_path, method, layout):
 
 def test_remote_code_is_flat_and_needs_torch_and_transformers_alone():
     files = remote_files()
-    assert {"configuration_grt.py", "modeling_grt.py", "model_recurrent.py", "methods_grt.py"} <= files.keys()
+    assert {"configuration_grt.py", "modeling_grt.py", "model_loop.py", "methods_grt.py"} <= files.keys()
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):

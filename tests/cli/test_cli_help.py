@@ -65,8 +65,8 @@ def test_usage_names_every_command(grt):
 
 
 def test_every_file_of_the_commands_is_a_command():
-    folder = Path(cli.__file__).parent / "commands"
-    assert {path.stem for path in folder.glob("*.py")} == {"__init__", *cli.COMMANDS}
+    folder = Path(cli.__file__).parent
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "options", "report", *cli.COMMANDS}
 
 
 def test_version(grt):

@@ -75,7 +75,7 @@ def test_a_full_disk_in_a_download_names_the_file(server, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(remote, "_sha256", full)
+    monkeypatch.setattr(remote.files, "sha256", full)
     with pytest.raises(OSError, match=r"No space left on device: .*downloads/.*a.txt"):
         open_corpus(f"url:{address}/a.txt#sha256={'0' * 64}")
 

@@ -14,6 +14,7 @@ import torch
 from damage import FILES, NEW, OLD, cut, folder_instead, refused, resumes_from
 from tiny import finish, grt, run_until
 
+from grt import files
 from grt.config import config_hash
 from grt.methods import build_model
 from grt.presets import change
@@ -204,7 +205,8 @@ def test_a_full_disk_leaves_earlier_checkpoints_alone(config, run, monkeypatch, 
     real = checkpoint.write_file
     trainer = Trainer(change(config, train={"eval_every": 5}), run, resume=True)
     trainer.state.best_loss = 99.0
-    monkeypatch.setattr(checkpoint, "write_file", write_file)
+    for module in (files, checkpoint):
+        monkeypatch.setattr(module, "write_file", write_file)
     with pytest.raises(CheckpointError) as caught:
         trainer.run()
     monkeypatch.undo()

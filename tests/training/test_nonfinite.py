@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny import finish, grt, rows, run_until
 
-import grt.console as log_module
 from grt.config import dump
 from grt.evals.loss import Evaluation
 from grt.runs.checkpoint import load_model
+from grt.runs.metrics import MetricsLog
 from grt.train.diagnose import NonFiniteError
 from grt.train.loop import Trainer
 
@@ -78,7 +78,7 @@ def test_the_slot_that_failed_is_the_one_that_is_named(config, tmp_path):
     trainer = run_until(config, tmp_path / "run", 1)
     step = next(s for s in range(1, 30) if [trainer.sampler(1337, s, a).steps for a in (0, 1)] == [2, 3])
     trainer = run_until(config, tmp_path / "other", step)
-    trainer.log = log_module.MetricsLog(tmp_path / "more.jsonl")
+    trainer.log = MetricsLog(tmp_path / "more.jsonl")
     transform = trainer.model.rule.transform
     trainer.model.rule.transform = lambda u, core, ctx: transform(u, core, ctx) * (math.nan if ctx.step == 2 else 1)
     with pytest.raises(NonFiniteError, match=rf"at step {step + 1} \(depth 3\), first in rule \(state of step 3\)"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import finish, result, rows, run_until, start, train_child
 
+from grt import files
 from grt.presets import change
 from grt.runs import checkpoint
 from grt.runs.checkpoint import load_model
@@ -46,8 +47,9 @@ class Fuse:
             real_rmtree(folder, ignore_errors)
 
         real_rmtree = shutil.rmtree
-        checkpoint.write_file = write_file
-        checkpoint.os = Names(os, replace=replace)
+        for module in (files, checkpoint):
+            module.write_file = write_file
+            module.os = Names(os, replace=replace)
         checkpoint.shutil = Names(shutil, rmtree=rmtree)
 
 
