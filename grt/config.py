@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field, replace
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Literal
 
@@ -265,7 +266,7 @@ class RunConfig:
         return self.train.tokens_per_step // (self.train.batch_size * self.model.context)
 
 
-def load(path: Path) -> RunConfig:
+def load(path: Traversable) -> RunConfig:
     """Read a config.json (ConfigError, with the file's name, when it is missing or not one)."""
     try:
         return from_dict(RunConfig, json.loads(path.read_text(encoding="utf-8")))

@@ -28,11 +28,11 @@ def write_file(path: Path, data: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Put `text` into `path` so that a reader, or a crash, sees the old content or the new, never a part."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Put `content` into `path` so that a reader, or a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_file(temporary, text.encode())
+        write_file(temporary, content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -92,8 +92,8 @@ def test_only_seeds_of_both_are_paired():
         ),
         (["run", "all", "--only", "a", "--only=b"], "--only is given more than once: give it once, with all hashes"),
         (["run", "tab_hyperparams", "--sbatch"], "there are no runs at scale nano: nothing to submit."),
-        (["paint"], "'paint' is nothing that grt paper does: choose one of list, run, build."),
-        ([], "say what to do with the paper's tables: choose one of list, run, build."),
+        (["paint"], "'paint' is nothing that grt paper does: choose one of list, run, build, pack."),
+        ([], "say what to do with the paper's tables: choose one of list, run, build, pack."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

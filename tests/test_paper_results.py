@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import zipfile
 
 import pytest
 from test_paper import refused
@@ -249,3 +250,76 @@ def test_a_prefix_of_several_trains_none(config, tmp_path, monkeypatch):
     n = sum(h[0] == twice for h in hashes)
     with pytest.raises(ValueError, match=f"--only '{twice}' names {n} runs"):
         slurm.train_only(configs, [hashes[0], twice], Results(tmp_path, "nano", [0]), tmp_path, None)
+
+
+# Archives
+
+
+@pytest.fixture
+def packed(run, config, tmp_path):
+    """Results of one run, packed as the study `mine`."""
+    collect(run, tmp_path / "nano")
+    assert Results(tmp_path, "nano", [1337]).pack("mine", [config]) == 1
+    return tmp_path
+
+
+def test_a_packed_run_is_read_as_its_folder_was(run, config, packed, tmp_path_factory):
+    loose = tmp_path_factory.mktemp("loose")
+    folder = collect(run, loose / "nano")
+    before, after = (Results(root, "nano", [1337]).get(config) for root in (loose, packed))
+    assert (before.document, before.environment, before.gate_mean) == (
+        after.document,
+        after.environment,
+        after.gate_mean,
+    )
+    assert [path.name for path in (packed / "nano" / "runs").iterdir()] == ["mine.zip"]
+    with zipfile.ZipFile(packed / "nano" / "runs" / "mine.zip") as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == {
+            f"{folder.name}/{path.name}": path.read_bytes() for path in folder.iterdir()
+        }
+    assert Results(packed, "nano", [1337]).pack("mine", [config]) == 0
+
+
+def test_packing_adds_to_an_archive_the_same_bytes_in_any_order(run, config, packed, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other") / "run"
+    finish(change(config, train={"seed": 7}), other)
+    collect(other, packed / "nano")
+    both, archive = [config, change(config, train={"seed": 7})], packed / "nano" / "runs" / "mine.zip"
+    assert Results(packed, "nano", [7]).pack("mine", both) == 1
+    bytes_ = archive.read_bytes()
+    shutil.unpack_archive(archive, archive.parent)
+    archive.unlink()
+    assert Results(packed, "nano", [7]).pack("mine", both) == 2 and archive.read_bytes() == bytes_
+    assert len(Results(packed, "nano", [7]).runs) == 2
+
+
+def test_what_a_killed_pack_leaves_is_read_and_packed_on(run, config, packed):
+    """Killed between the archive and the folder's removal: both are there, and say the same."""
+    folder = collect(run, packed / "nano")
+    assert Results(packed, "nano", [1337]).get(config) is not None
+    assert Results(packed, "nano", [1337]).pack("mine", [config]) == 1 and not folder.exists()
+    path = collect(run, packed / "nano") / "result.json"
+    path.write_text(with_value("cost", "seconds", value=1.5)(path.read_text()))
+    with pytest.raises(ValueError, match=r"mine\.zip.* are the same run: remove one of them"):
+        _ = Results(packed, "nano", [1337]).runs
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_archive_is_named(packed, capsys, damage):
+    path = packed / "nano" / "runs" / "mine.zip"
+    content = bytearray(path.read_bytes())
+    if damage == "flipped":
+        content[200] ^= 255
+    path.write_bytes({"cut": content[: len(content) // 2], "flipped": content, "empty": b""}[damage])
+    said = refused(capsys, "build", "tab_seeds", "--results", packed)
+    assert said.startswith(str(path)) and ("restore it" in said or "restore the archive" in said), said
+
+
+def test_packing_by_the_command_line(sweep, config, capsys):
+    quick_asked = asked(sweep)
+    assert cli.main(quick_asked) == 0
+    capsys.readouterr()
+    options = ["paper", "pack", str(sweep), "--seeds", "7,8", "--results", str(sweep.parent / "results")]
+    assert cli.main(options) == 0 and capsys.readouterr().out == "a sweep: 2 runs packed\n"
+    assert cli.main(["paper", "build", *options[2:]]) == 0
+    assert (sweep.parent / "results" / "nano" / "runs" / "a sweep.zip").exists()

@@ -53,6 +53,13 @@ def test_each_run_is_the_preset_under_one_recipe(folder):
 NANO = ROOT / "results" / "nano"
 
 
+def test_every_committed_run_is_found_by_the_hash_that_it_had():
+    """A run's folder was named by the hash of its config when it was collected."""
+    runs = Results(ROOT / "results", "nano", SEEDS).runs
+    assert len(runs) == 171
+    assert all(result.folder.name.endswith(f"-{hash_[:8]}") for hash_, result in runs.items())
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_table_of_the_nano_study_is_built_from_its_runs(name, tmp_path):
     results = Results(ROOT / "results", "nano", SEEDS)

@@ -63,6 +63,11 @@ class Build:
 
 
 @dataclass
+class Pack(Build):
+    """Move the collected runs of an experiment into one archive, NAME.zip, from where tables read them as well."""
+
+
+@dataclass
 class List:
     """What there is to run and build, and how much of it is done."""
 
@@ -155,6 +160,19 @@ def run_build(arguments: list[str]) -> int:
     return 0
 
 
+def run_pack(arguments: list[str]) -> int:
+    command = parse(Pack, arguments, "paper pack")
+    seeds = checked(command.scale, command.seeds)
+    from grt.study.experiment import experiments
+    from grt.study.results import Results
+
+    results = Results(command.results, command.scale, seeds)
+    for experiment in experiments(command.name):
+        count = results.pack(experiment.name, experiment.runs(command.scale, seeds))
+        print(f"{experiment.name}: {count} runs packed")
+    return 0
+
+
 def run_list(arguments: list[str]) -> int:
     command = parse(List, arguments, "paper list")
     seeds = checked(command.scale, command.seeds)
@@ -189,6 +207,7 @@ ACTIONS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "list": (run_list, "experiments, and how many of their runs are done"),
     "run": (run_run, "train what is missing"),
     "build": (run_build, "tables and figures from what is there"),
+    "pack": (run_pack, "one archive of an experiment's finished runs, to be committed"),
 }
 
 

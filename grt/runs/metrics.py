@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,11 @@ def _is_row(row: Any) -> bool:
     return all(check(row.get(name)) for name, check in ROWS[row["kind"]].items())
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Traversable) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, each with the fields of its kind. A crash may cut the last line short; other lines
     that are no rows are left out with a warning."""
     rows, bad = [], []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

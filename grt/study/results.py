@@ -1,17 +1,22 @@
 """results/SCALE/runs: what finished runs left behind, without weights, found by the hash of their config.
 
 A run's folder holds config.json, env.json, metrics.jsonl (every 20th training step) and result.json: the loss at each
-depth on the first 256 validation windows, and what the run cost. It appears whole or not at all.
+depth on the first 256 validation windows, and what the run cost. It appears whole or not at all. `grt paper pack`
+moves the folders of a study into one archive, STUDY.zip, from where they are read as well.
 """
 
+import io
 import json
 import os
 import re
 import secrets
 import shutil
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,12 +24,13 @@ from typing import Any
 from grt.config import RunConfig, config_hash, load
 from grt.data.tasks import PREFIX
 from grt.errors import ConfigError
-from grt.files import write_file
+from grt.files import replace_file, write_file
 from grt.presets import change
 
 WINDOWS = 256
 LOGGED = 20  # every such training step is kept
 LARGEST = 1e300  # what is beyond cannot be printed as a float
+BROKEN = (zipfile.BadZipFile, zlib.error, EOFError)  # what reading a damaged archive raises
 MACHINE = ("cpu", "threads", "torch")  # what tables tell of env.json
 
 
@@ -40,7 +46,7 @@ class Result:
     """A finished run. `evaluation`: as `grt eval --json`; `cost`: as a row of `grt compare --json`; `environment`: its
     env.json."""
 
-    folder: Path
+    folder: Traversable  # on the disk or in an archive
     config: RunConfig
     evaluation: dict[str, Any]
     cost: dict[str, Any]
@@ -63,6 +69,11 @@ class Result:
             raise ValueError("data.sha256 is no text")
 
     @property
+    def document(self) -> dict[str, Any]:
+        """What result.json holds."""
+        return {"evaluation": self.evaluation, "cost": self.cost}
+
+    @property
     def loss(self) -> float:
         """Nats per token at full depth."""
         return self.evaluation["loss"]
@@ -77,7 +88,7 @@ class Result:
         from grt.runs.metrics import read_metrics
 
         path = self.folder / "metrics.jsonl"
-        rows = [row.get("gate_mean") for row in read_metrics(path)] if path.exists() else []
+        rows = [row.get("gate_mean") for row in read_metrics(path)] if path.is_file() else []
         means = [row for row in rows if isinstance(row, list) and row and all(isinstance(g, float) for g in row)]
         return fmean(means[-1]) if means else None
 
@@ -93,11 +104,15 @@ class Result:
         return {int(k): shares for k, shares in self.evaluation.get("accuracy_by_depth", {}).items()}
 
 
-def read(folder: Path) -> Result:
+def read(folder: Traversable) -> Result:
     """The run that was collected there. ConfigError names the file that is damaged."""
     remedy = "remove its folder and run it again"
+    if isinstance(folder, zipfile.Path):
+        remedy = "restore the archive, or remove it and run its runs again"
     try:
         config = load(folder / "config.json")
+    except BROKEN as error:
+        raise ConfigError(f"{folder / 'config.json'} is damaged ({error}): {remedy}.") from None
     except ConfigError as error:
         what = re.split(r"\.$|: (?:give|restore) ", str(error))[0]  # its own remedy is for other files
         raise ConfigError(f"{what}: {remedy}.") from None
@@ -115,7 +130,7 @@ def read(folder: Path) -> Result:
         result.check()
     except KeyError as error:
         raise ConfigError(f"{path} is damaged (it has no {error}): {remedy}.") from None
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError, *BROKEN) as error:
         raise ConfigError(f"{path} is damaged ({error}): {remedy}.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): {remedy}.") from None
@@ -134,16 +149,51 @@ class Results:
     @cached_property
     def runs(self) -> dict[str, Result]:
         """Hash -> finished run. ConfigError names a file that is damaged."""
-        return self._read("*")
+        return self._read([*self.loose("*"), *self._packed()])
 
-    def _read(self, folders: str) -> dict[str, Result]:
-        paths = sorted((self.folder / "runs").glob(f"{folders}/result.json"))
+    def loose(self, pattern: str) -> list[Path]:
+        """Folders of runs that are in no archive."""
+        paths = sorted((self.folder / "runs").glob(f"{pattern}/result.json"))
+        return [path.parent for path in paths if not path.parent.name.startswith(".")]
+
+    def _packed(self) -> list[zipfile.Path]:
+        found = []
+        for archive in sorted((self.folder / "runs").glob("*.zip")):
+            try:
+                found += sorted(zipfile.Path(archive).iterdir(), key=str)
+            except (OSError, *BROKEN) as error:
+                raise ConfigError(f"{archive} cannot be read ({error}): restore it.") from None
+        return found
+
+    def _read(self, folders: Sequence[Traversable]) -> dict[str, Result]:
         found: dict[str, Result] = {}
-        for result in [read(path.parent) for path in paths if not path.parent.name.startswith(".")]:
+        for result in map(read, folders):
             other = found.setdefault(config_hash(result.config), result)
-            if other is not result:
+            moving = isinstance(other.folder, Path) != isinstance(result.folder, Path)  # by a pack that was killed
+            if other is not result and not (moving and other.document == result.document):
                 raise ConfigError(f"{other.folder} and {result.folder} are the same run: remove one of them.")
         return found
+
+    def pack(self, study: str, configs: Sequence[RunConfig]) -> int:
+        """Move the folders of these runs, where they have any, into the archive of a study; how many there were."""
+        hashes = {config_hash(config) for config in configs}
+        folders = [folder for folder in self.loose("*") if config_hash(read(folder).config) in hashes]
+        if not folders:
+            return 0
+        archive = self.folder / "runs" / f"{study}.zip"
+        members = {}
+        if archive.exists():
+            with zipfile.ZipFile(archive) as old:
+                members = {name: old.read(name) for name in old.namelist()}
+        members |= {f"{folder.name}/{path.name}": path.read_bytes() for folder in folders for path in folder.iterdir()}
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
+            for name in sorted(members):
+                new.writestr(zipfile.ZipInfo(name), members[name], zipfile.ZIP_DEFLATED)  # no times: the same bytes
+        replace_file(archive, packed.getvalue())
+        for folder in folders:
+            shutil.rmtree(folder)
+        return len(folders)
 
     def make(self) -> None:
         """The folder of finished runs, before something is trained for it. ConfigError where it cannot be written."""
@@ -154,7 +204,7 @@ class Results:
 
     def look_again(self, config: RunConfig) -> Result | None:
         """`get`, with what other processes have collected meanwhile."""
-        self.runs.update(self._read(f"*-{config_hash(config)[:8]}"))
+        self.runs.update(self._read(self.loose(f"*-{config_hash(config)[:8]}")))
         return self.get(config)
 
     def get(self, config: RunConfig) -> Result | None:
