@@ -147,8 +147,8 @@ def notes(results: Results) -> list[str]:
         f"Recipe: {config.train.steps:,} steps of {config.train.tokens_per_step:,} tokens ({config.data.tokenizer}) of "
         f"`{config.data.path}` ({tokens}), width {config.model.d_model}, context {config.model.context}, AdamW and "
         f"cosine as in the paper; depth tasks and equal FLOPs have their own (see their pages). {rates(results)} "
-        f"Losses are on the first {WINDOWS} validation windows. A finished run is one folder in runs/, or in an archive there, with "
-        "its config, environment and metrics.",
+        f"Losses are on the first {WINDOWS} validation windows. A finished run is one folder in runs/, or in an "
+        "archive there, with its config, environment and metrics.",
         f"Machines: {'; '.join(sorted(machines)) or NOT_RUN}. {len(results.runs)} runs took {hours:.0f} hours of "
         "training by their own clocks, many beside another.",
         f"How far it carries: {tokens} tokens a run and {len(results.seeds)} seeds at most, where the paper trains on "
