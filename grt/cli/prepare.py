@@ -14,8 +14,8 @@ class Prepare:
     """Turn text into token shards."""
 
     source: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE")]
-    """Files, folders or patterns (.txt, .md, .py, .jsonl, .parquet, each also .gz or .zst), nanoGPT's .bin, or builtin,
-    stdlib, shakespeare, hf:DATASET, url:ADDRESS#sha256=SUM."""
+    """Files, folders or patterns (.txt, .md, .py, .jsonl, .ndjson, .parquet, each also .gz or .zst), nanoGPT's .bin, or
+    builtin, stdlib, shakespeare, hf:DATASET, url:ADDRESS#sha256=SUM."""
     out: Path
     """Folder for the shards and their meta.json."""
     tokenizer: str = "bytes"

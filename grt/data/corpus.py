@@ -11,11 +11,12 @@ import importlib.util
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from grt.data.formats import COMPRESSED, KINDS, Document, documents_of, kind_of, of_text
+from grt.data.find import Finder
+from grt.data.formats import COMPRESSED, KINDS, Document, documents_of, kind_of, of_text, remedy_for
 from grt.data.remote import SHORTCUTS, download, fetch_dataset
 from grt.errors import ConfigError
 
@@ -38,6 +39,7 @@ class Corpus:
     expected_sha256: str | None = None
     crlf_as_lf: bool = False  # source files: small
     field: str = "text"
+    left_out: str = ""  # which files were, and why
 
     def documents(self) -> Iterator[Document]:
         """Yields the documents in order, holding one at a time. Raises ConfigError for a file that is no UTF-8 text."""
@@ -75,6 +77,21 @@ def split_sources(sources: str | Path | Sequence[str | Path]) -> list[str]:
     return found
 
 
+def open_corpora(sources: Sequence[str | Path], field: str) -> list[Corpus]:
+    """The corpora of several sources; a file that an earlier one has is left out of a later one."""
+    corpora: list[Corpus] = []
+    seen: set[Path] = set()
+    for source in sources:
+        corpus = open_corpus(source, field)
+        files = tuple((name, path) for name, path in corpus.files if path.resolve() not in seen)
+        if again := len(corpus.files) - len(files):
+            note = f"{source}: left out, {again} file{'s' if again > 1 else ''} of an earlier source"
+            corpus = replace(corpus, files=files, left_out="; ".join(filter(None, (corpus.left_out, note))))
+        seen.update(path.resolve() for _, path in files)
+        corpora.append(corpus)
+    return corpora
+
+
 def open_corpus(source: str | Path, field: str = "text") -> Corpus:
     """The corpus of one source; `field` is that of the rows of .jsonl and .parquet files.
 
@@ -101,19 +118,29 @@ def open_corpus(source: str | Path, field: str = "text") -> Corpus:
 
 
 def _on_disk(source: str, field: str) -> Corpus:
-    path = Path(source)
+    path, finder = Path(source), Finder()
     if path.is_dir():
-        files = _folder(path)
-        return Corpus(path.resolve().name, tuple((name, files[name]) for name in sorted(files)), field=field)
+        return _of_files(path.resolve().name, f"The folder {path}", finder.folder(path), finder, field)
     if not path.exists() and glob.has_magic(source):
-        return Corpus("files", _matches(source), field=field)
+        return _of_files("files", f"The pattern {source}", finder.pattern(source), finder, field)
     if not path.exists():
-        raise ConfigError(f"No file or folder {path}: give builtin, stdlib, or files and folders of {KINDS}.")
+        link = f"{path} is a broken link" if path.is_symlink() else f"No file or folder {path}"
+        raise ConfigError(f"{link}: give builtin, stdlib, or files and folders of {KINDS}.")
     if not kind_of(path):
-        raise ConfigError(f"{path} is of no kind that is read ({KINDS}): save its text as UTF-8 in a .txt file.")
+        raise ConfigError(f"{path} is of no kind that is read ({KINDS}): {remedy_for(path)}.")
     if path.stat().st_size == 0:
         raise ConfigError(f"{path} is empty: give a file that holds text.")
     return Corpus(_stem(path), ((path.name, path),), field=field)
+
+
+def _of_files(name: str, where: str, files: dict[str, Path], finder: Finder, field: str) -> Corpus:
+    """The corpus of the files that were found. Raises ConfigError where none was."""
+    said = finder.said()
+    if not files:
+        why = f" ({said})" if said else ""
+        raise ConfigError(f"{where} holds no file of text{why}: give files of {KINDS}.")
+    left_out = f"{where}: left out, {said}" if said else ""
+    return Corpus(name, tuple((key, files[key]) for key in sorted(files)), field=field, left_out=left_out)
 
 
 def check_expected(corpus: Corpus, sha256: str) -> None:
@@ -130,33 +157,6 @@ def check_expected(corpus: Corpus, sha256: str) -> None:
 
 def _stem(path: Path) -> str:
     return Path(path.stem).stem if path.suffix.lower() in COMPRESSED else path.stem
-
-
-def _matches(pattern: str) -> tuple[tuple[str, Path], ...]:
-    files: dict[str, Path] = {}
-    for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
-        if path.is_dir():
-            files |= {f"{path.as_posix()}/{name}": file for name, file in _folder(path, required=False).items()}
-        elif kind_of(path) and path.stat().st_size:
-            files[path.as_posix()] = path
-    if not files:
-        raise ConfigError(f"The pattern {pattern} finds no file that holds text: give files of {KINDS}.")
-    return tuple((name, files[name]) for name in sorted(files))
-
-
-def _folder(folder: Path, required: bool = True) -> dict[str, Path]:
-    """The files of a folder that are read and not empty, by relative path; hidden files and folders are left out."""
-    found = {}
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        if kind_of(path) and not any(part.startswith((".", "__pycache__")) for part in name.parts) and path.is_file():
-            found[name.as_posix()] = path
-    if required and not found:
-        raise ConfigError(f"The folder {folder} holds no file that is read: put files of {KINDS} into it.")
-    files = {name: path for name, path in found.items() if path.stat().st_size}
-    if required and not files:
-        raise ConfigError(f"All files of text in {folder} are empty: give files that hold text.")
-    return files
 
 
 def _package_folder(name: str) -> Path:

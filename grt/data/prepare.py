@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from grt.data.corpus import RESERVED, open_corpus, split_sources
+from grt.data.corpus import RESERVED, open_corpora, split_sources
 from grt.data.encode import WorkerDied
 from grt.data.meta import FORMAT
 from grt.data.shards import Prepared, load_if_intact, load_prepared, read_meta, write_prepared
@@ -74,7 +74,12 @@ def prepare(
     with _bars(progress and not quiet) as bars:
         content = find_token_files(sources, tok, val_fraction)
         if content is None:
-            content = Texts([open_corpus(source, field) for source in sources], val_fraction, bars)
+            corpora = open_corpora(sources, field)
+            if not quiet:
+                for corpus in corpora:
+                    if corpus.left_out:
+                        _say(corpus.left_out)
+            content = Texts(corpora, val_fraction, bars)
         identity = [FORMAT, content.sha256, tok.sha256, float(val_fraction)]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         folder = _folder(out, f"{content.name}-{tok.name}", key)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from grt import files
-from grt.data.formats import KINDS, kind_of
+from grt.data.formats import FIELD_OPTION, KINDS, kind_of
 from grt.errors import ConfigError
 
 SHORTCUTS = {
@@ -87,7 +87,9 @@ def _stream(source: str, name: str, config: str | None, field: str) -> Iterator[
     try:
         for row in datasets.load_dataset(name, config, split="train", streaming=True):
             if field not in row:
-                raise ConfigError(f"{source} has no field {field!r} ({', '.join(row)}): choose one with --field.")
+                raise ConfigError(
+                    f"{source} has no field {field!r} ({', '.join(row)}): choose one with {FIELD_OPTION}."
+                )
             if not isinstance(row[field], str | None):
                 raise ConfigError(f"{source} has no text in field {field!r}: choose one that holds text.")
             yield row[field]

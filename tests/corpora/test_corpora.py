@@ -27,6 +27,9 @@ def test_folder_is_read_in_the_order_of_relative_paths(texts):
         ("empty.txt", b"", "empty.txt is empty"),
         ("latin.txt", "caf\xe9 noir".encode("latin-1"), "latin.txt is not UTF-8 at byte 3"),
         ("cut.txt", "caf\xe9".encode()[:-1], "cut.txt is not UTF-8 at byte 3"),
+        ("rows.json", b"[1]", "rows.json is of no kind that is read .*jq -c"),
+        ("rows.csv", b"a,b", "rows.csv is of no kind that is read .*read_csv"),
+        ("odd.txt", b"\xff\xfea", "odd.txt is not UTF-16 at byte 2"),
         ("wide.txt", "ab".encode("utf-16-le"), "wide.txt is a binary file .byte 1 is NUL"),
     ],
 )
@@ -40,10 +43,12 @@ def test_bad_files_are_named_in_one_sentence(tmp_path, name, data, message):
 
 
 def test_bad_folders(tmp_path):
-    with pytest.raises(ValueError, match="holds no file that is read: put files of .txt, .md, .py, .jsonl, .parquet"):
+    with pytest.raises(
+        ValueError, match="holds no file of text: give files of .txt, .md, .py, .jsonl, .ndjson, .parquet"
+    ):
         open_corpus(tmp_path)
     (tmp_path / "nothing.txt").touch()
-    with pytest.raises(ValueError, match="are empty"):
+    with pytest.raises(ValueError, match=r"holds no file of text \(empty: .*nothing.txt\)"):
         open_corpus(tmp_path)
 
 
@@ -99,7 +104,7 @@ def test_builtin_has_the_expected_size_and_hash(capfd):
 
 def test_an_unexpected_builtin_is_a_warning_with_versions(texts, monkeypatch):
     unexpected = Corpus("builtin", open_corpus(texts).files, BUILTIN_SHA256)
-    monkeypatch.setattr(prepare_module, "open_corpus", lambda source, field: unexpected)
+    monkeypatch.setattr(prepare_module, "open_corpora", lambda sources, field: [unexpected])
     with pytest.warns(UserWarning, match=r"builtin corpus differs .*sympy .* \(pinned 1.14.0\)"):
         prepare("builtin", val_fraction=0.2)
 

@@ -25,9 +25,9 @@ def pack(data: bytes, suffix: str) -> bytes:
 
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("kind", [".txt", ".md", ".py", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("kind", [".txt", ".md", ".py", ".jsonl", ".ndjson", ".parquet"])
 def test_each_format_gives_the_same_text(tmp_path, kind, packed):
-    if kind == ".jsonl":
+    if kind in (".jsonl", ".ndjson"):
         data, wanted = jsonl([{"text": page, "n": 1} for page in ["", *PAGES, None]]) + b"\n", PAGES
     elif kind == ".parquet":
         data, wanted = table(tmp_path / "made", text=["", *PAGES, None]), PAGES
@@ -123,7 +123,7 @@ def test_folders_patterns_and_several_sources(tmp_path):
     assert texts(f"{t}/*.md") == ["B"] and texts(f"{t}/*") == ["A", "B", "C", "D"]
     assert texts(f"{t}/**/*.jsonl") == ["C", "D"]
     for bad in (f"{t}/*.html", f"{t}/g*"):
-        with pytest.raises(ConfigError, match="The pattern .* finds no file that holds text"):
+        with pytest.raises(ConfigError, match="The pattern .* holds no file of text"):
             open_corpus(bad)
     both = prepare([t / "b.md", str(t / "a.txt")], val_fraction=1.0, quiet=True)
     assert both.meta == prepare(f"{t / 'b.md'},{t / 'a.txt'}", val_fraction=1.0, quiet=True).meta
@@ -132,3 +132,58 @@ def test_folders_patterns_and_several_sources(tmp_path):
     assert split_sources(f"{t}/x,y.txt") == [f"{t}/x,y.txt"]
     with pytest.raises(ConfigError, match="missing: SOURCE"):
         prepare([])
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, packed, encoding, block):
+    text = "größe 東京 \N{GRINNING FACE}\n" * 3
+    (tmp_path / f"a.txt{packed}").write_bytes(pack(text.encode(encoding), packed))
+    monkeypatch.setattr(formats, "BLOCK", block)
+    (document,) = open_corpus(tmp_path / f"a.txt{packed}").documents()
+    assert (document.text, document.n_bytes) == (text, len(text.encode()))
+
+
+def test_zstd_with_the_largest_window(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, compression_level=1)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # it is told no size
+    (tmp_path / "a.txt.zst").write_bytes(compressor.compress(b"far back") + compressor.flush())
+    assert texts(tmp_path / "a.txt.zst") == ["far back"]
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """Four documents, reached by links of all kinds."""
+    t, away = tmp_path / "t", tmp_path / "away"
+    for name in ("t/a.txt", "t/deep/b.txt", "away/c.txt", "away/in/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name[-5])
+    for name, to in {"t/away": away, "t/deep/up": t, "away/back": away, "t/gone.txt": away / "none",
+                     "t/again.txt": t / "a.txt"}.items():  # fmt: skip
+        (tmp_path / name).symlink_to(to)
+    return t
+
+
+@pytest.mark.parametrize("pattern", ["", "/*", "/**", "/**/*.txt", "/../t"])
+def test_each_real_file_is_read_once_whatever_links_lead_to_it(linked, capsys, pattern):
+    assert sorted(texts(f"{linked}{pattern}")) == ["a", "b", "c", "d"]
+    prepare(f"{linked}{pattern}", val_fraction=1.0)
+    said = capsys.readouterr().err
+    assert "broken link: " in said and "gone.txt" in said and "found twice: " in said
+
+
+def test_patterns_with_two_stars_find_what_they_name(linked):
+    assert texts(f"{linked}/**/b.txt") == ["b"] and texts(f"{linked}/**/in") == ["d"]
+    assert texts(f"{linked}/awa?/in/**") == ["d"]
+
+
+def test_a_file_of_two_sources_is_read_once(linked, capsys):
+    prepared = prepare([linked / "a.txt", linked / "again.txt", linked / "deep"], val_fraction=1.0)
+    assert prepared.meta["splits"]["val"]["documents"] == 4  # deep leads up again
+    assert "again.txt: left out, 1 file of an earlier source" in capsys.readouterr().err
+
+
+def test_a_broken_link_alone(linked):
+    with pytest.raises(ConfigError, match=r"gone.txt is a broken link: give"):
+        open_corpus(linked / "gone.txt")
