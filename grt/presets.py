@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from grt.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from grt.errors import ConfigError
+from grt.errors import ConfigError, did_you_mean
 
 
 def change(config: RunConfig, **sections: dict) -> RunConfig:
@@ -164,9 +164,6 @@ PRESETS = _presets()
 
 def preset(name: str) -> RunConfig:
     """The preset called `name` (ConfigError names the nearest where there is none)."""
-    import difflib
-
     if name in PRESETS:
         return PRESETS[name]()
-    nearest = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-    raise ConfigError(f"unknown preset {name!r}: did you mean {nearest}? `grt list` shows all.")
+    raise ConfigError(f"unknown preset {name!r}: {did_you_mean(name, PRESETS, '`grt list` shows all.')}")

@@ -70,7 +70,7 @@ def test_only_seeds_of_both_are_paired():
     ("arguments", "says"),
     [
         (["build", "tab_mian"], "no experiment 'tab_mian': did you mean tab_main?"),
-        (["build", "nonsense"], "no experiment 'nonsense': give all, a file with RUNS(scale, seeds), or a name."),
+        (["build", "nonsense"], "no experiment 'nonsense': `grt paper list` shows all names; `all`"),
         (["run", "nowhere.py"], "nowhere.py does not exist: give a Python file with RUNS(scale, seeds)."),
         (["run", "tab_main", "--scale", "tiny"], "--scale is 'tiny': choose one of nano, small, medium, large."),
         (["build", "all", "--seeds", "1,b"], "--seeds is '1,b': write whole numbers with commas, as in 1337,42,123."),

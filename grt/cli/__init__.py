@@ -14,7 +14,7 @@ import warnings
 from typing import Any
 
 from grt.config import VERSION
-from grt.errors import ConfigError
+from grt.errors import ConfigError, did_you_mean
 
 COMMANDS = {
     "prepare": "turn text into token shards",
@@ -75,12 +75,9 @@ def dispatch(arguments: list[str]) -> int:
         print(f"grt {VERSION}")
         return 0
     if name not in COMMANDS:
-        import difflib
-
         if not name or name.startswith("-"):
             raise ConfigError(f"name a command first: {', '.join(COMMANDS)}; `grt --help` says what each does.")
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown command {name!r}: did you mean {nearest}? `grt --help` shows all.")
+        raise ConfigError(f"unknown command {name!r}: {did_you_mean(name, COMMANDS, '`grt --help` shows all.')}")
     command = importlib.import_module(f"grt.cli.{name}")  # here, so that no other command costs time
     return getattr(command, f"run_{name}")(rest)
 

@@ -2,16 +2,16 @@
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
 from grt.config import RunConfig, at_home, load
-from grt.errors import ConfigError
+from grt.errors import ConfigError, nearest
 from grt.presets import PRESETS, preset
 
 T = TypeVar("T")
@@ -31,6 +31,14 @@ SENTENCES = {
 }
 
 
+# How nanoGPT and others spell some of our options.
+ELSEWHERE = {
+    "learning-rate": "--optim.lr", "max-iters": "--train.steps", "max-steps": "--train.steps",
+    "eval-interval": "--train.eval-every", "block-size": "--model.context", "n-embd": "--model.d-model",
+    "n-head": "--model.n-heads", "n-layer": "--model.layout", "hidden-size": "--model.d-model",
+}  # fmt: skip
+
+
 def parse(command: type[T], arguments: list[str], name: str, default: Any = None) -> T:
     """Fill a command's dataclass from the command line; tyro's boxed errors become one sentence."""
     told = io.StringIO()
@@ -42,7 +50,7 @@ def parse(command: type[T], arguments: list[str], name: str, default: Any = None
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ConfigError(one_sentence(told.getvalue())) from None
+        raise ConfigError(one_sentence(told.getvalue(), options_of(command))) from None
     name_what_is_empty(parsed, arguments)
     return parsed
 
@@ -79,8 +87,21 @@ def takes_value(argument: str) -> bool:
     return argument.startswith("-") and "=" not in argument and argument != "--resume"
 
 
-def one_sentence(box: str) -> str:
-    """The message of one of tyro's error boxes, and the option it suggests."""
+def options_of(command: Any, prefix: str = "--") -> list[str]:
+    """The options of a command's dataclass, those of nested ones with a dot."""
+    names = []
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if dataclasses.is_dataclass(kind):
+            flat = any(getattr(mark, "name", None) == "" for mark in get_args(hint)[1:])
+            names += options_of(kind, prefix if flat else f"{prefix}{name}.")
+        else:
+            names.append(prefix + name.replace("_", "-"))
+    return names
+
+
+def one_sentence(box: str, options: Sequence[str] = ()) -> str:
+    """The message of one of tyro's error boxes, and the option that was meant."""
     lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
     parts = [part.strip() for part in " ".join("\n" if not line.strip("─-") else line for line in lines).split("\n")]
     parts = [part for part in parts if part]
@@ -88,7 +109,7 @@ def one_sentence(box: str) -> str:
     if message.startswith("Missing from"):
         return missing(message)
     if message.startswith("Unrecognized options: "):
-        return unknown(message.removeprefix("Unrecognized options: "), " ".join(parts[1:]))
+        return unknown(message.removeprefix("Unrecognized options: "), options)
     for pattern, sentence in SENTENCES.items():
         if found := re.fullmatch(pattern, message):
             return sentence.format(*(without_none(group) for group in found.groups())).rstrip(".") + "."
@@ -106,12 +127,17 @@ def missing(message: str) -> str:
     return "missing: " + ", ".join(f"{name} ({what})" for name, what in items) + "."
 
 
-def unknown(given: str, suggestions: str) -> str:
-    """The first option or argument that nobody knows, and the nearest of those that tyro suggests."""
+def unknown(given: str, options: Sequence[str]) -> str:
+    """The first option or argument that nobody knows, and the nearest option; one without a dot may lack its part."""
     if not given.startswith("-"):
         return f"unexpected argument {given!r}: leave it out, or quote a value that has spaces."
     option = re.split(r"[=,]", given)[0]
-    candidates = {name.split(".")[-1].lstrip("-"): name for name in re.findall(r"(?<!\S)--[\w.-]+", suggestions)}
-    nearest = difflib.get_close_matches(option.split(".")[-1].lstrip("-"), candidates, n=1, cutoff=0.0)
-    hint = f"did you mean {candidates[nearest[0]]}?" if nearest else "--help shows all."
-    return f"unknown option {option}: {hint}"
+    word = option.lstrip("-")
+    synonym = ELSEWHERE.get(nearest(word.split(".")[-1].replace("_", "-"), ELSEWHERE) or "")
+    if synonym in options:
+        return f"unknown option {option}: did you mean {synonym}?"
+    whole = {name.lstrip("-"): name for name in options}
+    last = {name.split(".")[-1]: option for name, option in whole.items()}
+    known = whole | last if "." not in word else whole
+    meant = nearest(word, known)
+    return f"unknown option {option}: {f'did you mean {known[meant]}?' if meant else '--help shows all.'}"

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from grt.data.corpus import RESERVED, open_corpora, split_sources
+from grt.data.corpus import RESERVED, Corpus, open_corpora, split_sources
 from grt.data.encode import WorkerDied
 from grt.data.meta import FORMAT
 from grt.data.shards import Prepared, load_if_intact, load_prepared, read_meta, write_prepared
@@ -75,10 +75,7 @@ def prepare(
         content = find_token_files(sources, tok, val_fraction)
         if content is None:
             corpora = open_corpora(sources, field)
-            if not quiet:
-                for corpus in corpora:
-                    if corpus.left_out:
-                        _say(corpus.left_out)
+            _say_left_out([] if quiet else corpora)
             content = Texts(corpora, val_fraction, bars)
         identity = [FORMAT, content.sha256, tok.sha256, float(val_fraction)]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -174,6 +171,12 @@ def _too_short(prepared: Prepared) -> Iterator[str]:
                 f"note: {name} has {split['tokens']} tokens, too few for a window of any preset: the shortest takes "
                 f"{shortest} and one more; give more text, or train with a smaller --model.context."
             )
+
+
+def _say_left_out(corpora: list[Corpus]) -> None:
+    for corpus in corpora:
+        if corpus.left_out:
+            _say(corpus.left_out)
 
 
 def _say(line: str) -> None:

@@ -4,7 +4,6 @@ End-of-text is appended by id (see `encode`), never parsed, so a document that q
 `bytes` is here, `gpt2` in `gpt2`, and any tokenizer.json, as `hf:PATH` or `hf:NAME`, in `tokenizer_json`.
 """
 
-import difflib
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -12,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from grt.data.byte_level import byte_letters, tokenizer_json
-from grt.errors import ConfigError
+from grt.errors import ConfigError, did_you_mean
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -106,7 +105,6 @@ def get_tokenizer(name: str) -> Tokenizer:
 
         return tokenizer_from(name)
     if name not in TOKENIZERS:
-        nearest = difflib.get_close_matches(name, TOKENIZERS, n=1, cutoff=0)[0]
-        known = ", ".join(TOKENIZERS)
-        raise ConfigError(f"Unknown tokenizer {name!r}: choose from {known}, hf:PATH and hf:NAME (nearest: {nearest}).")
+        known = f"choose from {', '.join(TOKENIZERS)}, hf:PATH and hf:NAME."
+        raise ConfigError(f"unknown tokenizer {name!r}: {did_you_mean(name, TOKENIZERS, known)}")
     return TOKENIZERS[name]()

@@ -4,7 +4,6 @@ A local task is a YAML file that includes lm-eval's own (or DIR/NAME.yaml, a tas
 DIR/NAME.jsonl: one item a line, with the fields that the task's data have on the hub.
 """
 
-import difflib
 import functools
 import hashlib
 import json
@@ -17,7 +16,7 @@ import yaml
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from grt.errors import ConfigError
+from grt.errors import ConfigError, did_you_mean
 from grt.evals.harness import quiet
 
 OWN = Path(lm_eval.tasks.__file__).parent
@@ -46,8 +45,8 @@ def load_tasks(names: list[str], data_dir: Path | None, scratch: Path) -> dict[s
     files = own if own.keys() >= set(names) else known_tasks() | own
     for name in names:
         if name not in files:
-            nearest = difflib.get_close_matches(name, files, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"tasks has {name!r}, which lm-eval does not know: did you mean {nearest}?")
+            meant = did_you_mean(name, files, "`lm-eval ls tasks` shows all.")
+            raise ConfigError(f"tasks has {name!r}, which lm-eval does not know: {meant}")
     return {name: _load(name, files[name], data_dir, scratch) for name in names}
 
 

@@ -17,7 +17,6 @@ depth of those so far within B. What becomes of a token that has left: halting.p
 Shapes: B batch, T tokens, d width, V vocabulary.
 """
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from grt.errors import ConfigError
+from grt.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from grt.model.loop import RecurrentDepthModel
@@ -152,8 +151,8 @@ POLICIES: dict[str, type[ExitPolicy]] = {
 def find_policy(name: str) -> type[ExitPolicy]:
     """ConfigError names the nearest where there is none."""
     if name not in POLICIES:
-        nearest = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"exit is {name!r}: did you mean {nearest}? There are {', '.join(POLICIES)}.")
+        known = f"there are {', '.join(POLICIES)}."
+        raise ConfigError(f"exit is {name!r}: {did_you_mean(name, POLICIES, known)}")
     return POLICIES[name]
 
 

@@ -1,11 +1,10 @@
 """The registry: one line a method."""
 
-import difflib
 from collections.abc import Callable
 from typing import NamedTuple
 
 from grt.config import ModelConfig
-from grt.errors import ConfigError
+from grt.errors import ConfigError, did_you_mean
 from grt.methods.grt import GRT, Reinjection
 from grt.methods.ladder import StateNoise
 from grt.methods.mor import ExpertChoice, TokenChoice
@@ -48,10 +47,8 @@ METHODS = {
 def find_method(config: ModelConfig) -> Method:
     """The method that `config` names (ConfigError names the nearest where there is none)."""
     if config.method not in METHODS:
-        nearest = difflib.get_close_matches(config.method, METHODS, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"model.method is {config.method!r}: did you mean {nearest}? This version has {', '.join(METHODS)}."
-        )
+        known = f"this version has {', '.join(METHODS)}."
+        raise ConfigError(f"model.method is {config.method!r}: {did_you_mean(config.method, METHODS, known)}")
     return METHODS[config.method]
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from grt.config import RunConfig, config_hash
-from grt.errors import ConfigError
+from grt.errors import ConfigError, did_you_mean
 from grt.schema import to_dict
 from grt.study.compare import NOT_RUN
 from grt.study.report import Report, Table
@@ -68,11 +68,8 @@ def experiments(name: str) -> list[Experiment]:
     if not name:
         known = ", ".join(EXPERIMENTS)
         raise ConfigError(f"no experiment is named: give one of {known}, or all, or a file with RUNS(scale, seeds).")
-    import difflib
-
-    nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1)
-    meant = f"did you mean {nearest[0]}?" if nearest else "give all, a file with RUNS(scale, seeds), or a name."
-    raise ConfigError(f"no experiment {name!r}: {meant} (`grt paper list` shows all names.)")
+    known = "`grt paper list` shows all names; `all` and a file with RUNS(scale, seeds) will do too."
+    raise ConfigError(f"no experiment {name!r}: {did_you_mean(name, EXPERIMENTS, known)}")
 
 
 def _of_file(path: Path) -> Experiment:
