@@ -23,13 +23,14 @@ def gradients(hf, ids, **inputs):
     return {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("method", "layout"), CASES, ids=[*METHODS, "dense"])
-def test_recomputed_gradients_are_the_kept_ones(tiny, ids, method, layout):
+def test_recomputed_gradients_are_the_kept_ones(tiny, ids, method, layout, reentrant):
     hf = GRTForCausalLM.of(tiny(method, layout)).train()
     kept = gradients(hf, ids)
-    hf.gradient_checkpointing_enable()
+    hf.gradient_checkpointing_enable({"use_reentrant": reentrant})
     counted = []
-    hf.loop.prelude[0].register_forward_pre_hook(lambda *_: counted.append(1))
+    hf.loop.prelude[0].ln1.register_forward_pre_hook(lambda *_: counted.append(1))
     again = gradients(hf, ids, use_cache=True)
     assert len(counted) == 2 and kept.keys() == again.keys()
     for name, grad in kept.items():

@@ -3,6 +3,7 @@
 Shapes: V vocabulary.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -210,5 +211,12 @@ def test_the_command(capsys):
     assert cli.main([*arguments, "--speculative", "--draft-depth", "2", "--draft-tokens", "3"]) == 0
     told = capsys.readouterr()
     assert told.out == want and "drafts stood" in told.err
+    assert cli.main([*arguments, "--draft-depth", "2"]) == 2
+    assert cli.main([*arguments, "--speculative", "--max-new-tokens", "0", "--json"]) == 0
+    told = capsys.readouterr()
+    counts = json.loads(told.out)["speculative"]
+    assert counts["verifications"] == 0 and counts["tokens_per_verification"] is None and not told.err
+    assert cli.main([*arguments, "--speculative", "--max-new-tokens", "0"]) == 0
+    assert "verification" not in capsys.readouterr().err
     assert cli.main([*arguments, "--draft-depth", "2"]) == 2
     assert "--draft-depth and --draft-tokens are for drafts: add --speculative" in capsys.readouterr().err

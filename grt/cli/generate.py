@@ -91,7 +91,8 @@ def run_generate(arguments: list[str]) -> int:
         draft=Draft(*drafting) if command.speculative else None,
     )  # fmt: skip
     print(json.dumps(report) if command.json else "")
-    if not command.json and (spoken := report.get("speculative")):
+    spoken = report.get("speculative")
+    if not command.json and spoken and spoken["verifications"]:
         told = "{accepted} of {drafted} drafts stood, {tokens_per_verification:.1f} tokens a verification"
         print(told.format(**spoken), file=sys.stderr)
     return 0

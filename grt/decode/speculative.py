@@ -135,8 +135,8 @@ class Tally:
         return self.accepted / self.seen if self.seen else None
 
     @property
-    def tokens_per_verification(self) -> float:
-        return 1 + self.accepted / max(self.verifications, 1)
+    def tokens_per_verification(self) -> float | None:
+        return 1 + self.accepted / self.verifications if self.verifications else None
 
 
 def expected_tokens(acceptance: float, drafts: float) -> float:

@@ -143,7 +143,7 @@ class GRTModel(GRTPreTrainedModel):
         if attentions:
             ctx.taps = {**ctx.taps, "attention": lambda p, ctx: weights.append(p)}
         if self.gradient_checkpointing and self.training:
-            ctx.around = lambda block, x, ctx: self._gradient_checkpointing_func(block.__call__, x, replace(ctx))
+            ctx.around = self._checkpointed
         if cache is not None:
             ctx.cache = cache.begin(self.loop, ids, real)
         if real is not None:
@@ -160,6 +160,19 @@ class GRTModel(GRTPreTrainedModel):
             router_loss=torch.stack(ctx.aux).sum() if ctx.aux else None,
             **{CACHE: cache},
         )
+
+    def _checkpointed(self, block: nn.Module, x: Tensor, ctx: LoopContext) -> Tensor:
+        """The block, computed again in the backward pass. Whatever of it has a gradient is an argument: reentrant
+        checkpointing sees no other tensors."""
+        names = list(ctx.low_rank or ())
+        here = replace(ctx)
+
+        def run(x: Tensor, *factors: Tensor) -> Tensor:
+            pairs = zip(factors[::2], factors[1::2], strict=True)
+            return block(x, replace(here, low_rank=dict(zip(names, pairs, strict=True)) if names else None))
+
+        factors = [factor for name in names for factor in (ctx.low_rank or {})[name]]
+        return self._gradient_checkpointing_func(run, x, *factors)
 
 
 def joined(outputs: list[GRTOutput]) -> GRTOutput:

@@ -142,7 +142,7 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=5)
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if git("ls-files", "--error-unmatch", "train/folder.py").returncode:
+        if git("ls-files", "--error-unmatch", "runs/folder.py").returncode:
             return None
         head = git("rev-parse", "HEAD")
         if head.returncode == 0:

@@ -244,7 +244,7 @@ def test_a_damaged_tokenizer_in_the_cache_is_repaired(texts):
     meta = json.loads(json.dumps(first.meta))
     meta["tokenizer"]["name"] = "bites"
     (first.folder / "meta.json").write_text(json.dumps(meta))
-    with pytest.warns(UserWarning, match="is damaged: Unknown tokenizer 'bites'"):
+    with pytest.warns(UserWarning, match="is damaged: unknown tokenizer 'bites'"):
         assert prepare(texts, val_fraction=0.2) == first
     assert load_prepared(first.folder) == first
 
