@@ -26,6 +26,7 @@ except ImportError:  # Windows: there, two processes must not train into the sam
     fcntl = None
 
 PACKAGE = Path(__file__).resolve().parents[1]
+THIS_FILE = Path(__file__).resolve().relative_to(PACKAGE).as_posix()
 LOCK = ".lock"
 
 
@@ -142,7 +143,7 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=5)
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if git("ls-files", "--error-unmatch", "runs/folder.py").returncode:
+        if git("ls-files", "--error-unmatch", THIS_FILE).returncode:
             return None
         head = git("rev-parse", "HEAD")
         if head.returncode == 0:

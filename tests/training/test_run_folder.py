@@ -123,8 +123,8 @@ def test_commit_is_that_of_the_packages_own_checkout(tmp_path, monkeypatch):
         ).stdout.strip()
 
     package = tmp_path / "site/grt"
-    (package / "train").mkdir(parents=True)
-    (package / "train/folder.py").write_text("x = 1\n")
+    (package / folder_module.THIS_FILE).parent.mkdir(parents=True)
+    (package / folder_module.THIS_FILE).write_text("x = 1\n")
     (tmp_path / "theirs.txt").write_text("theirs")
     monkeypatch.setattr(folder_module, "PACKAGE", package)
     assert folder_module.commit() is None
@@ -137,7 +137,7 @@ def test_commit_is_that_of_the_packages_own_checkout(tmp_path, monkeypatch):
     assert folder_module.commit() == git("rev-parse", "HEAD")
     (tmp_path / "theirs.txt").write_text("not ours")
     assert folder_module.commit() == git("rev-parse", "HEAD")
-    (package / "train/folder.py").write_text("x = 2\n")
+    (package / folder_module.THIS_FILE).write_text("x = 2\n")
     assert folder_module.commit() == git("rev-parse", "HEAD") + "-dirty"
 
 
