@@ -7,9 +7,8 @@ does not rename old runs); the value of every hyper-parameter that somebody chos
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Literal
 
 from grt.errors import ConfigError
@@ -280,14 +279,6 @@ def load(path: Traversable) -> RunConfig:
         raise ConfigError(f"{path}: {error}") from None
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is not JSON of a config ({error}): restore it or write it anew.") from None
-
-
-def at_home(config: RunConfig, folder: Path) -> RunConfig:
-    """The config of a run's folder, with the tokenizer that lies in there (hf:./NAME) under where that is now."""
-    own = folder / config.data.tokenizer.removeprefix("hf:")
-    if not config.data.tokenizer.startswith("hf:./") or not own.is_file():
-        return config
-    return replace(config, data=replace(config.data, tokenizer=f"hf:{own.resolve()}"))
 
 
 def dump(config: RunConfig) -> str:

@@ -53,7 +53,7 @@ def test_a_run_that_another_process_began_just_before(sweep, tmp_path, capsys, f
 
 def test_a_run_is_held_until_it_is_collected(sweep, tmp_path, monkeypatch):
     config, seen = seeded(sweep({}, steps=2)), []
-    monkeypatch.setattr("grt.study.results.collect", lambda out, results: seen.append(is_held(out)))
+    monkeypatch.setattr("grt.study.results.collect", lambda out, results, config: seen.append(is_held(out)))
     quick(monkeypatch)
     assert train_and_collect(config, tmp_path, tmp_path / "results") == 0
     assert seen == [True] and not is_held(run_folder(tmp_path, config))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tyro
 
-from grt.config import RunConfig, at_home, load
+from grt.config import RunConfig, load
 from grt.errors import ConfigError, nearest
 from grt.presets import PRESETS, preset
 
@@ -77,7 +77,11 @@ def starting_config(arguments: list[str]) -> tuple[RunConfig, list[str]]:
             path = Path(arguments[at + 1])
             rest = arguments if option == "--out" else arguments[:at] + arguments[at + 2 :]
             file = path / "config.json" if path.is_dir() else path
-            return at_home(load(file), file.parent), rest
+            if option == "--out":  # the run to resume, by the paths that it was begun with
+                return load(file), rest
+            from grt.runs.paths import located
+
+            return located(load(file), file.parent), rest
     if "-h" in arguments or "--help" in arguments:
         return preset("grt-nano"), arguments
     raise ConfigError("name a preset (`grt list` shows all, grt-nano is one) or a file with --config.")

@@ -31,12 +31,6 @@ class Train:
 def run_train(arguments: list[str]) -> int:
     base, arguments = starting_config(arguments)
     command = parse(Train, arguments, "train PRESET", Train(out=tyro.MISSING, run=base))
-    from grt.data.corpus import RESERVED
-
-    text = command.run.data.path
-    kept = command.resume and text == base.data.path  # as the run to resume wrote it
-    if not kept and text not in RESERVED and Path(text).exists():  # found from wherever the run is evaluated or resumed
-        command.run = change(command.run, data={"path": str(Path(text).resolve())})
     given = {"init_from": command.init_from, "device": command.device}
     config = change(command.run, train={name: value for name, value in given.items() if value is not None})
     return train_and_show(config, command.out, command.resume, command.max_time)

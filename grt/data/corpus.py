@@ -66,15 +66,24 @@ class CorpusHash:
 
 
 def split_sources(sources: str | Path | Sequence[str | Path]) -> list[str]:
-    """Single sources; commas part those of a string, unless a file of that very name is there."""
-    found = []
+    """Single sources; commas part those of a string, unless they belong to the name of a file that is there."""
+    found: list[str] = []
     for source in [sources] if isinstance(sources, str | Path) else sources:
-        whole = isinstance(source, Path) or "," not in source or Path(source).exists()
-        found += [str(source)] if whole else [part.strip() for part in str(source).split(",")]
+        found += [str(source)] if isinstance(source, Path) else _parted(source.split(","))
     found = [source for source in found if source]
     if not found:
         raise ConfigError(f"missing: SOURCE (builtin, stdlib, or files and folders of {KINDS}).")
     return found
+
+
+def _parted(parts: list[str]) -> list[str]:
+    """The parts, with commas between those that are one name: of the first, as many as make a name that is there."""
+    for n in range(len(parts), 1, -1):
+        whole = ",".join(parts[:n])
+        path = whole.strip().removeprefix("hf:")
+        if Path(path).exists() or (glob.has_magic(path) and any(glob.iglob(path))):
+            return [whole.strip() if n < len(parts) else whole, *_parted(parts[n:])]
+    return [parts[0].strip(), *_parted(parts[1:])] if parts else []
 
 
 def open_corpora(sources: Sequence[str | Path], field: str) -> list[Corpus]:

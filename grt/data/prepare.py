@@ -77,8 +77,7 @@ def prepare(
             corpora = open_corpora(sources, field)
             _say_left_out([] if quiet else corpora)
             content = Texts(corpora, val_fraction, bars)
-        identity = [FORMAT, content.sha256, tok.sha256, float(val_fraction)]
-        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        key = _key(content.sha256, tok, val_fraction)
         folder = _folder(out, f"{content.name}-{tok.name}", key)
         prepared = load_if_intact(folder)
         if made := prepared is None:
@@ -98,12 +97,30 @@ def prepare(
     return prepared
 
 
+def cached(corpus_sha256: str, tokenizer: str, val_fraction: float) -> Path | None:
+    """The prepared folder of that text in the cache, whatever its sources were called; None where there is none."""
+    return _in_cache(_key(corpus_sha256, get_tokenizer(tokenizer), val_fraction))
+
+
+def _key(corpus_sha256: str, tokenizer: Tokenizer, val_fraction: float) -> str:
+    identity = [FORMAT, corpus_sha256, tokenizer.sha256, float(val_fraction)]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def _in_cache(key: str) -> Path | None:
+    return next((path.parent for path in sorted(_cache().glob(f"*-{key[:16]}/meta.json"))), None)
+
+
+def _cache() -> Path:
+    return cache_folder() / "data"
+
+
 def _folder(out: Path | None, name: str, key: str) -> Path:
     if out is not None:
         _refuse_other_use(Path(out), key)
         return Path(out)
     short = re.sub(r"[^\w.-]+", "_", name)[-100:]
-    return cache_folder() / "data" / f"{short}-{key[:16]}"
+    return _in_cache(key) or _cache() / f"{short}-{key[:16]}"
 
 
 def _refuse_other_use(folder: Path, key: str) -> None:

@@ -23,7 +23,7 @@ from grt.data.documents import DocumentSplit
 from grt.data.loader import BLOCK, Split, check_ids
 from grt.data.meta import FORMAT, SPLITS, read_meta
 from grt.data.partial import JOURNAL, Partial, partial_folder
-from grt.data.tokenizer import Tokenizer, get_tokenizer, smallest_dtype
+from grt.data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, smallest_dtype
 from grt.data.tokenizer_json import FILE, JsonTokenizer, tokenizer_from
 from grt.data.writer import Writer, sync
 from grt.errors import ConfigError
@@ -90,7 +90,8 @@ class Prepared:
     def require_tokenizer(self, name: str) -> None:
         """Raises ConfigError unless the ids are those of that tokenizer, under whatever name."""
         written = self.meta["tokenizer"]
-        if written["name"] != name and get_tokenizer(name).sha256 != written["sha256"]:
+        same = written["name"] == name and name in TOKENIZERS  # of a tokenizer.json the name says nothing
+        if not same and get_tokenizer(name).sha256 != written["sha256"]:
             raise ConfigError(
                 f"{self.folder} holds {written['name']} tokens, the run reads {name}: prepare the text "
                 f"with --tokenizer {name}, or set --data.tokenizer {written['name']} for a new run."

@@ -19,6 +19,7 @@ from grt.model.convert import convert
 from grt.runs.checkpoint import find_checkpoint, load_model, read_manifest, write_folder
 from grt.runs.folder import command_line
 from grt.runs.metrics import read_metrics
+from grt.runs.paths import tokenizer_facts
 from grt.schema import to_dict
 
 COPIED = f"hf:./{FILE}"  # a tokenizer.json that comes along
@@ -128,6 +129,7 @@ def import_gpt2(folder: Path, out: Path, tokenizer: str, to: Recurrent | None) -
     write_folder(out, {"model.safetensors": safetensors.torch.save(model.state_dict())}, config_hash(config), step=0)
     if tokenizer == COPIED:
         (out / FILE).write_bytes((folder / FILE).read_bytes())
+        notes["tokenizer"] = tokenizer_facts(get_tokenizer(f"hf:{out / FILE}"))
     replace_file(out / "env.json", json.dumps(notes, indent=2) + "\n")
     replace_file(out / "config.json", dump(config))
     return config

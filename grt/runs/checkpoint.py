@@ -28,11 +28,13 @@ import torch
 import zstandard
 from torch import Tensor
 
-from grt.config import RunConfig, at_home, config_hash, load
+from grt.config import RunConfig, config_hash, load
 from grt.errors import ConfigError
 from grt.files import replace_file, sha256, sync_folder, write_file
 from grt.methods import build_model
 from grt.model.loop import RecurrentDepthModel
+from grt.runs.folder import cannot_write
+from grt.runs.paths import located
 from grt.train.optim import MOMENTS, learning, optimizer_tensors
 
 FORMAT = 1
@@ -169,8 +171,7 @@ class Checkpoints:
             self.point(state)
             self.rotate(state.step)
         except OSError as error:
-            why = f"{folder} cannot be written ({error.strerror})"
-            raise CheckpointError(f"{why}: make room and go on with --resume, earlier checkpoints are whole.") from None
+            raise CheckpointError(cannot_write(error.filename or folder, error, self.folder.parent)) from None
 
     def point(self, state: State) -> None:
         """Let `latest` and `best` name what this state knows; a kill may have come between a checkpoint and them."""
@@ -242,14 +243,14 @@ def find_checkpoint(path: Path) -> tuple[Path, RunConfig]:
         home = path.parents[1] if in_run else path
         config = load(home / "config.json")
         verify(path, config_hash(config))
-        return path, at_home(config, home)
+        return path, located(config, home)
     config = load(path / "config.json")
     folder, skipped = Checkpoints(path, config_hash(config), keep=1).newest_sound()
     if folder is None:
         raise CheckpointError(skipped[0] if skipped else f"{path} holds no checkpoint yet: train it first.")
     for reason in skipped:
         warnings.warn(f"passed over a checkpoint: {reason}", stacklevel=3)
-    return folder, at_home(config, path)
+    return folder, located(config, path)
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> tuple[RecurrentDepthModel, RunConfig]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grt.errors import ConfigError
+from grt.runs.folder import cannot_write
 
 
 class MetricsLog:
@@ -36,8 +37,7 @@ def named_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = f"{path} cannot be written ({error.strerror})"
-        raise ConfigError(f"{why}: make room and go on with --resume, earlier checkpoints are whole.") from None
+        raise ConfigError(cannot_write(path, error, path.parent)) from None
 
 
 def _number(value: Any) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grt.config import RunConfig, config_hash, load
+from grt.config import RunConfig, config_hash, dump, load
 from grt.data.tasks import PREFIX
 from grt.errors import ConfigError
 from grt.files import replace_file, write_file
@@ -221,24 +221,28 @@ class Results:
         return {seed: run.loss if depth is None else run.by_depth[depth] for seed, run in runs}
 
 
-def collect(run: Path, results: Path) -> Path:
-    """Evaluate a finished run and copy what made it into `results`/runs; returns that folder."""
+def collect(run: Path, results: Path, config: RunConfig | None = None) -> Path:
+    """Evaluate a finished run and copy what made it into `results`/runs; returns that folder.
+
+    config: as the study has it, by which tables look for the run; the run's own where it was trained without one.
+    """
     from grt.evals.report import evaluation_report
     from grt.runs.compare import Finished
     from grt.runs.metrics import read_metrics
 
-    config = load(run / "config.json")
+    config = config or load(run / "config.json")
     environment = json.loads((run / "env.json").read_text(encoding="utf-8"))
     environment["command"] = f"grt train --config config.json --out runs/{run.name}"
     name = f"{config.name}-{config.train.seed}-{config_hash(config)[:8]}"
     report = evaluation_report(run, limit=WINDOWS, batch_size=64, dtype=environment["dtype"])
     cost = Finished(run).row()
     report["run"] = cost["run"] = name
+    report["data"]["path"] = config.data.path
     for ephemeral in ("commit", "seconds"):  # the run's own are in env.json and in its cost
         report.pop(ephemeral)
     rows = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] != "train" or r["step"] % LOGGED in (0, 1)]
     files = {
-        "config.json": (run / "config.json").read_text(encoding="utf-8"),
+        "config.json": dump(config),
         "env.json": json.dumps(environment, indent=1) + "\n",
         "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
         "result.json": json.dumps({"evaluation": report, "cost": cost}, indent=1) + "\n",

@@ -38,7 +38,7 @@ def train_and_collect(
         if trainer.state.step == config.train.steps:
             lock = FolderLock(out)  # until the result is there, for whoever waits to train the run
             try:
-                collect(out, results)
+                collect(out, results, config)
             finally:
                 lock.release()
         return code

@@ -4,6 +4,7 @@ One step is A slots of S sequences. A slot's windows, depth and noise are functi
 resumed run repeats the interrupted one bit for bit, and evaluating changes nothing.
 """
 
+import contextlib
 import hashlib
 import sys
 import time
@@ -27,15 +28,16 @@ from grt.model.cost import parameters, training_forward_flops
 from grt.model.depth import Depth
 from grt.model.loop import Loss
 from grt.runs.checkpoint import Checkpoints, State
-from grt.runs.folder import FolderLock, claim, environment, write_headers
+from grt.runs.folder import FolderLock, claim, environment, resume_command, write_headers
 from grt.runs.metrics import MetricsLog, forget_after
+from grt.runs.paths import absolute
 from grt.runs.plots import draw_curve
 from grt.train.diagnose import NonFiniteError, first_offender
 from grt.train.interrupt import Interrupt
 from grt.train.memory import training_peak
 from grt.train.monitor import monitor, warnings_for
 from grt.train.optim import learning_rate, make_optimizer
-from grt.train.resume import changed_environment, restore
+from grt.train.resume import changed_environment, restore, text_of
 from grt.train.stage import PASSES, enter_stage
 from grt.train.start import load_initial
 
@@ -69,14 +71,18 @@ class Trainer:
     until `run` or `close` ends."""
 
     def __init__(self, config: RunConfig, out: Path, *, resume: bool = False, progress: bool = True) -> None:
-        self.config, self.out, self.progress = config, Path(out), progress
-        self.hash = config_hash(config)
-        claim(self.out, config, resume)
+        self.out, self.progress = Path(out), progress
+        fresh = not self.out.exists()
+        self.config, self.reading = claim(self.out, absolute(config), resume)
+        self.hash = config_hash(self.config)
         self.lock = FolderLock(self.out)
         try:
             self._open(resume)
         except BaseException:  # whoever caught it may hold on to this object, and so to the lock
             self.lock.release()
+            if fresh:  # a start that was refused leaves nothing behind
+                with contextlib.suppress(OSError):
+                    self.out.rmdir()
             raise
 
     def _open(self, resume: bool) -> None:
@@ -96,18 +102,18 @@ class Trainer:
         begun = config.train.init_from and not self.state.step  # a resumed run does not need its source any more
         initial = {"init_from": load_initial(self.model, config)} if begun else {}
         # Text comes after what can be refused without it: preparing it may take long.
-        self.data = open_data(config, self.progress)
+        self.data = open_data(self.reading, self.progress)
         self.train_split, self.val_split = (self.data.split(name, config.data.windows) for name in ("train", "val"))
         for split in (self.train_split, self.val_split):
             split.require(config.model.context + 1)
-        if self.state.text_sha256 not in ("", self.train_split.sha256):
+        if text_of(self.state, self.out, resume) not in ("", self.train_split.sha256):
             raise ConfigError(f"{self.data.folder} is not the text {self.out} began with: restore it, or start anew.")
         self.state.text_sha256 = self.train_split.sha256
         self._choose_precision()
         forget_after(self.out / "metrics.jsonl", self.state.step)
         if not self.state.step:
             facts = environment(self.device, vars(self.state), self.data.meta)
-            write_headers(self.out, config, facts | initial)
+            write_headers(self.out, config, facts | initial, self.data.tokenizer)
         self.log = MetricsLog(self.out / "metrics.jsonl")
         if resume:
             changed = changed_environment(self.out, self.device)
@@ -141,7 +147,7 @@ class Trainer:
                     if code is not None and not last:
                         what = interrupt.signal.name if interrupt.signal else "max-time"
                         self.log.write("event", self.state.step, event="signal", signal=what)
-                        how = f"go on with --resume (grt train --resume --out {self.out})"
+                        how = f"go on with --resume ({resume_command(self.out)})"
                         display.say(f"{what}: saved step {self.state.step}; {how}")
                         return code
                 self._draw()  # a kill may have come between the last checkpoint and its curve

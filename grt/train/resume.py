@@ -1,6 +1,5 @@
 """What a resumed run takes up: the newest checkpoint that is sound, and how this machine differs from the first one."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 
 from grt.device import hardware
 from grt.runs.checkpoint import CheckpointError, Checkpoints, State
+from grt.runs.paths import facts_of
 from grt.train.optim import restore_optimizer
 
 # Steps are repeated bit for bit only where these are the same.
@@ -47,16 +47,19 @@ def restore(
 
 def changed_environment(out: Path, device: torch.device) -> dict[str, list[Any]]:
     """What of env.json is another now, [then, now], among the things that decide the last bits of a step."""
-    try:
-        then = json.loads((out / "env.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    now = {"torch": str(torch.__version__), **hardware(device)}
-    if not isinstance(then, dict):
-        return {}
+    then, now = facts_of(out), {"torch": str(torch.__version__), **hardware(device)}
     both = [name for name in DECIDE_BITS if name in then and name in now]
     changed = {name: [then[name], now[name]] for name in both if then[name] != now[name]}
     if changed:
         told = ", ".join(f"{name} {a} then, {b} now" for name, (a, b) in changed.items())
         print(f"warning: {told}: steps from here on may differ in their last bits", file=sys.stderr)
     return changed
+
+
+def text_of(state: State, out: Path, resume: bool) -> str:
+    """sha256 of the training tokens that the run began with; "" where it begins now."""
+    if state.text_sha256 or not resume:
+        return state.text_sha256
+    text = facts_of(out).get("data")  # it was stopped before its first checkpoint
+    begun = text.get("train") if isinstance(text, dict) else None
+    return begun if isinstance(begun, str) else ""

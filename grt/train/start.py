@@ -12,6 +12,7 @@ from grt.methods import build_model
 from grt.model.convert import convert
 from grt.model.loop import RecurrentDepthModel
 from grt.runs.checkpoint import find_checkpoint, read_manifest, read_tensors, weights_file
+from grt.runs.paths import same_tokenizer
 from grt.train.stage import check_stage_source
 
 # What the function of the weights depends on, beside what the rule names. The gate's start value and the noise may
@@ -57,7 +58,8 @@ def check_source(theirs: RunConfig, config: RunConfig, ties: bool, of_rule: Sequ
         (f"model.{name}".removesuffix("_name"), theirs.model, config.model, name)
         for name in (BACKBONE if ties else ("method_name", "layout", *BACKBONE, *of_rule))
     ]
-    pairs.append(("data.tokenizer", theirs.data, config.data, "tokenizer"))
+    if not same_tokenizer(theirs.data.tokenizer, config.data.tokenizer):
+        pairs.append(("data.tokenizer", theirs.data, config.data, "tokenizer"))
     for label, there, here, name in pairs:
         if getattr(there, name) != getattr(here, name):
             structural = name in ("method_name", "layout")

@@ -203,10 +203,11 @@ def test_weights_that_are_not_finite_are_refused(refused, run, monkeypatch):
     assert f"the loss of {run} is not finite" in refused("eval", run, "--json")
 
 
-def test_a_run_whose_text_is_gone_says_what_to_do(refused, grt, tmp_path):
+def test_a_run_whose_text_is_gone_says_what_to_do(refused, grt, tmp_path, monkeypatch):
     texts = write_texts(tmp_path / "here")
     grt("train", "grt-nano", *TINY, "--data.path", texts, "--out", tmp_path / "run")
     texts.rename(tmp_path / "there")
+    monkeypatch.setenv("GRT_CACHE", str(tmp_path / "cache"))  # what was prepared of it is gone too
     line = refused("eval", tmp_path / "run")
     assert f"No file or folder {texts}" in line and "--data evaluates on another" in line
     grt("eval", tmp_path / "run", "--data", tmp_path / "there", "--windows", 1)
