@@ -50,7 +50,7 @@ def test_logits_never_depend_on_later_tokens(tiny, ids, method, layout, dtype):
         other = model(changed)
         if method in GATHERING:
             bound = 1e-5 if dtype == torch.float32 else 1e-12
-            torch.testing.assert_close(other[:, : t + 1], logits[:, : t + 1], rtol=0, atol=bound)
+            torch.testing.assert_close(other[:, : t + 1], logits[:, : t + 1], rtol=0, atol=bound)  # by rounding alone
         else:
             assert torch.equal(other[:, : t + 1], logits[:, : t + 1]), t
         assert not torch.equal(other[:, t + 1 :], logits[:, t + 1 :])
@@ -191,7 +191,7 @@ def test_truncated_back_propagation(tiny, ids, method, k):
     torch.testing.assert_close(core_gradient(truncated[-1]), want, rtol=1e-10, atol=1e-12)
     if k < 3:
         whole = core_gradient(full[-1])
-        assert not all(torch.allclose(a, b, rtol=1e-3) for a, b in zip(whole, want, strict=True))
+        assert all((a - b).norm() > 1e-3 * b.norm() for a, b in zip(whole, want, strict=True))
 
 
 @recurrent
@@ -291,7 +291,7 @@ def test_initialisation(method, layout):
         else:
             std = narrow if name.endswith(("attn.out.weight", "mlp.down.weight")) else wide
             assert x.std().item() == pytest.approx(std, rel=0.03), name  # 16,384 numbers or more: 0.6 % each
-            assert abs(x.mean().item()) < 0.04 * std, name
+            assert abs(x.mean().item()) < 0.04 * std, name  # of as many: 0.8 % each
 
 
 @every_method

@@ -52,10 +52,10 @@ def scores_of(scorer, pairs, size):
     return found
 
 
-def assert_close(got, want, tolerance=1e-5):
+def assert_close(got, want):
     assert got.keys() == want.keys()
     for name, one in want.items():
-        assert got[name].log_prob == pytest.approx(one.log_prob, abs=tolerance), name
+        assert got[name].log_prob == pytest.approx(one.log_prob, abs=1e-5), name
         assert got[name][1:] == one[1:], name
 
 

@@ -71,11 +71,13 @@ def test_parameters_at_the_papers_sizes(row, millions):
         count = cost.parameters(on_meta(method, layout, d_model=d, n_heads=SIZES[size][1], **fields))
         assert count["total"] == strict + (ADDS | ADDS_WITH)[column](d, blocks.n, blocks.R), column
         digits = len(str(printed).partition(".")[2])
-        # 0.003: 290.295 is 290.29 or 290.30 by the way it is rounded
-        assert count["total"] / 1e6 == pytest.approx(printed, abs=0.5 * 10**-digits + 3e-3), column
+        as_printed = 0.5 * 10**-digits + 3e-3  # 290.295 is 290.29 or 290.30 by the way it is rounded
+        assert abs(count["total"] / 1e6 - printed) < as_printed, column  # the exact count is above
         assert count["total"] - count["without_positions"] == T * d
         assert count["without_positions"] - count["without_embeddings"] == V * d
-    assert cost.parameters(paper_size("ladder", size, dense_layout))["total"] / 1e6 == pytest.approx(dense, abs=0.005)
+    of_dense = cost.parameters(paper_size("ladder", size, dense_layout))["total"]
+    assert of_dense == int(dense_layout[:-1]) * (12 * d**2 + 13 * d) + 2 * d + (V + T) * d
+    assert of_dense / 1e6 == pytest.approx(dense, abs=0.005)  # printed with two digits
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if "nano" not in name and name != "demo"])
@@ -176,7 +178,7 @@ def test_iso_flop_is_not_iso_by_eq_flops(layout, dense, ratio):
     d, n_heads = SIZES[dense]
     grt = ModelConfig(method="grt", layout=layout, d_model=d, n_heads=n_heads)
     gpt2 = ModelConfig(layout={"S": "12L", "M": "24L", "L": "36L"}[dense], d_model=d, n_heads=n_heads)
-    assert cost.paper_flops(grt, 1024) / cost.paper_flops(gpt2, 1024) == pytest.approx(ratio, abs=5e-4)
+    assert round(cost.paper_flops(grt, 1024) / cost.paper_flops(gpt2, 1024), 3) == ratio
 
 
 def test_kv_bytes():

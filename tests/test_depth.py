@@ -97,28 +97,28 @@ def check_draws(mean: int, cap: int, n: int, tolerance: float) -> None:
     if cap == UNCAPPED:
         expected, sd = mean + 1, math.sqrt(mean + mean**2 * math.expm1(0.25))
         for share, want in zip((0.5, 0.95, 0.99), *[row[1:4] for row in HEAVY_TAILS if row[0] == mean], strict=True):
-            assert abs(draws[int(share * n)] - want) <= 1
+            assert abs(draws[int(share * n)] - want) <= 1  # quantiles are whole numbers, and drawn
     else:
         expected = sampler.mean
         sd = math.sqrt(math.fsum(p * (r - expected) ** 2 for r, p in sampler.probabilities.items()))
         assert draws[-1] == cap
     assert draws[0] == 1
     average = sum(draws) / n
-    assert average == pytest.approx(expected, rel=tolerance)
-    assert math.sqrt(sum((r - average) ** 2 for r in draws) / n) == pytest.approx(sd, rel=tolerance)
+    assert average == pytest.approx(expected, rel=tolerance)  # see the callers
+    assert math.sqrt(sum((r - average) ** 2 for r in draws) / n) == pytest.approx(sd, rel=tolerance)  # see the callers
 
 
 @pytest.mark.parametrize(("mean", "cap"), [(5, UNCAPPED), (9, UNCAPPED), (9, 40), (3, 7)])
 def test_lognormal_poisson_draws(mean, cap):
-    check_draws(mean, cap, n=100_000, tolerance=0.02)
+    check_draws(mean, cap, n=100_000, tolerance=0.015)  # four standard deviations of the spread
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mean", [row[0] for row in HEAVY_TAILS])
 def test_a_million_lognormal_poisson_draws(mean):
-    check_draws(mean, UNCAPPED, n=1_000_000, tolerance=0.01)
-    check_draws(mean, 4 * mean + 4, n=1_000_000, tolerance=0.01)
+    check_draws(mean, UNCAPPED, n=1_000_000, tolerance=0.005)
+    check_draws(mean, 4 * mean + 4, n=1_000_000, tolerance=0.005)
 
 
 @pytest.mark.parametrize(("mean", "median", "q95", "q99", "deeper", "grad8", "grad4"), HEAVY_TAILS)
@@ -132,10 +132,11 @@ def test_lognormal_poisson_probabilities(mean, median, q95, q99, deeper, grad8, 
     for share, want in ((0.5, median), (0.95, q95), (0.99, q99)):
         below = math.fsum(q for r, q in p.items() if r < want)
         assert below < share <= below + p[want]
-    assert math.fsum(q for r, q in p.items() if r > mean + 1) == pytest.approx(deeper, abs=0.006)
+    beyond = math.fsum(q for r, q in p.items() if r > mean + 1)
+    assert beyond == pytest.approx(deeper, abs=0.005)  # printed with two digits
     for k, want in ((8, grad8), (4, grad4)):
         if want is not None:
-            assert math.fsum(q * min(r, k) for r, q in p.items()) == pytest.approx(want, abs=0.006)
+            assert math.fsum(q * min(r, k) for r, q in p.items()) == pytest.approx(want, abs=0.005)  # printed so too
 
 
 def test_lognormal_poisson_cap_and_limits():
@@ -157,12 +158,16 @@ def test_lognormal_poisson_draws_are_pinned():
     ]  # fmt: skip
 
 
+HEAVY = lognormal_poisson(5, 0.5, 24, 8)  # a mean depth of R, at most 4R
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_depth_sampler_of_a_config(method):
     config = ModelConfig(method=method, layout="1+1x6+1")
-    sampler = depth_sampler(config)
-    draws = [sampler(0, step, 0).steps for step in range(300)]
-    assert sum(draws) / 300 == pytest.approx(sampler.mean, abs=0.4)
+    sampler, always = depth_sampler(config), method in ("rrt", "mor", "mor-token", "ouro")
+    want = fixed(6) if always else uniform(6) if "poisson" not in method and method != "huginn" else HEAVY
+    assert sampler.probabilities == want.probabilities and sampler.grad_steps == want.grad_steps
+    assert [sampler(0, step, 0) for step in range(300)] == [want(0, step, 0) for step in range(300)]
     assert {depth_sampler(config, "fixed")(0, step, 0) for step in range(20)} == {Depth(6, sampler.grad_steps)}
     dense = ModelConfig(method=method, layout="8L")
     assert {depth_sampler(dense)(0, step, 0) for step in range(20)} == {Depth(0)} and depth_sampler(dense).mean == 0
@@ -170,12 +175,13 @@ def test_depth_sampler_of_a_config(method):
 
 def test_depths_inside_the_trained_range_pass_in_silence(tiny):
     model = tiny()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         for steps in range(4):
             model.check_depth(steps, least=0)
         model.check_depth(1, least=1)
         tiny(layout="4L").check_depth(0, least=1)
+    assert told == []
 
 
 def test_depth_beyond_training_warns_once(tiny):

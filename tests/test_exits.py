@@ -262,7 +262,8 @@ def test_against_a_fixed_depth_that_is_the_same(run):
 def test_bootstrap():
     x = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     low, high = bootstrap(x + 1)
-    assert low < 1 + x.mean() < high and high - low == pytest.approx(2 * 1.96 / 20, rel=0.15)
+    want = 2 * 1.96 * x.std().item() / 20
+    assert low < 1 + x.mean() < high and high - low == pytest.approx(want, rel=0.05)  # its ends are drawn: 2 % each
 
 
 def test_every_method_says_whether_it_halts():

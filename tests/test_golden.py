@@ -73,8 +73,8 @@ def run(name: str, folder: Path, **changes) -> dict[str, list]:
 
 def compare(got: dict[str, list], want: dict[str, list]) -> None:
     assert got["depth"] == want["depth"]
-    assert got["loss"] == pytest.approx(want["loss"], rel=5e-4)
-    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=5e-3)
+    assert got["loss"] == pytest.approx(want["loss"], rel=5e-4)  # other processors sum in another order
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=5e-3)  # which the altered recipes below exceed
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,7 @@ def test_rolling_predicts_each_token_once_with_all_the_context_there_is(nano, tm
     want = sum(log_prob(nano, read[max(0, stop - T) : start + 1], text[start:stop]) for start, stop in cuts)
     model = harness_model(nano, tmp_path)
     model.encode = lambda string: torch.tensor(text)
-    assert ask(model, "loglikelihood_rolling", ("any",)) == pytest.approx([want], abs=2e-3)
+    assert ask(model, "loglikelihood_rolling", ("any",)) == pytest.approx([want], rel=1e-6)
 
 
 # The tasks
@@ -151,10 +151,12 @@ def test_accuracies_are_those_of_the_likeliest_answers(nano, nine):
 
 
 def same_numbers(a: list[dict], b: list[dict], tolerance: float = 1e-5) -> None:
-    assert len(a) == len(b)
+    assert len(a) == len(b) and tolerance <= 1e-4
     for one, other in zip(a, b, strict=True):
+        for name, value in other.items():
+            near = value if isinstance(value, str) else pytest.approx(value, rel=tolerance)  # at most 1e-4
+            assert one[name] == near, name
         assert one.keys() == other.keys()
-        assert all(one[k] == (v if isinstance(v, str) else pytest.approx(v, rel=tolerance)) for k, v in other.items())
 
 
 def test_batches_of_one_and_four_and_auto_agree(nine, capsys, tmp_path):
@@ -238,7 +240,8 @@ def test_weights_that_are_kept_have_scores_of_their_own(nine, capsys, tmp_path):
     of = {kept: [row["perplexity"] for row in r["results"] if "perplexity" in row] for kept, r in reports.items()}
     assert [r["kept"] for r in reports.values()] == ["fp32", "bf16", "int8"] and reports["int8"]["dtype"] == "fp32"
     assert of["bf16"] == pytest.approx(of["fp32"], rel=1e-4)  # this model's weights are of bf16 anyway
-    assert of["int8"] == pytest.approx(of["fp32"], rel=0.1) and of["int8"] != of["bf16"]
+    assert of["int8"] != of["bf16"]
+    assert of["int8"] == pytest.approx(of["fp32"], rel=0.06)  # a hundredth of a nat for each of six bytes
     assert evaluated(capsys, NANO, *options)["results"] == reports["fp32"]["results"]
     assert len(list(tmp_path.iterdir())) == 6
 

@@ -90,7 +90,7 @@ def test_entropy_pulls_to_the_uniform_distribution(R):
             loss_of(rule, losses, torch.sigmoid(a)).total.backward()
             optimizer.step()
         ends[beta] = exit_distribution(torch.sigmoid(a)).flatten()
-    assert (ends[100.0] - 1 / R).abs().max() < 0.02 / R
+    assert (ends[100.0] - 1 / R).abs().max() < 0.02 / R  # 300 steps on, and losses still count for 1 / 100 of it
     assert ends[0.05][-1] > 1.3 / R, "with a small weight the better steps are taken"
 
 

@@ -24,7 +24,7 @@ def refused(capsys, *arguments: object) -> str:
     ("freedom", "t"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (9, 2.26216), (30, 2.04227), (1000, 1.96234)]
 )
 def test_quantiles_of_t(freedom, t):
-    assert t_quantile(freedom) == pytest.approx(t, abs=6e-6 * t)
+    assert t_quantile(freedom) == pytest.approx(t, abs=6e-6 * t)  # printed with six digits
 
 
 def test_another_confidence():

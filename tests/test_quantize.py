@@ -27,7 +27,7 @@ def test_int8_is_within_half_a_step():
     matrix = kept(W, "int8", torch.float32, fast=False)
     assert matrix.values.dtype == torch.int8 and matrix.scale.shape == (40,)
     step = W.abs().amax(1, keepdim=True) / 127
-    assert ((matrix.dense() - W).abs() <= step * 0.5001).all()
+    assert ((matrix.dense() - W).abs() <= step * 0.5001).all()  # half a step, but for rounding
     assert matrix.values.abs().amax(1).tolist() == [127] * 7 + [0] + [127] * 32  # all of the range is used
     assert torch.equal(kept(W, "bf16", torch.float32, fast=False).dense(), W.bfloat16().float())
 
@@ -71,9 +71,10 @@ def test_torch_stands_in_for_the_kernels(tiny, ids, monkeypatch):
     monkeypatch.setattr(kernels, "load", lambda: False)
     slow = keep_weights(tiny(dtype=torch.float32), "int8", torch.float32)
     with torch.inference_mode():
-        assert torch.allclose(model(ids[:1, :3]), slow(ids[:1, :3]), atol=5e-4)
+        assert torch.allclose(model(ids[:1, :3]), slow(ids[:1, :3]), atol=5e-4)  # int8 meets x in 16 bits
         in_bf16 = keep_weights(tiny(dtype=torch.float32), "int8", torch.bfloat16)(ids)
-    assert in_bf16.dtype == torch.bfloat16 and torch.allclose(in_bf16.float(), slow(ids), atol=0.3)
+    assert in_bf16.dtype == torch.bfloat16
+    assert (in_bf16.float() - slow(ids)).norm() < 0.02 * slow(ids).norm()  # bf16 rounds by .002, in eight blocks
 
 
 def test_compiled_decoding_without_a_compiler_is_one_clear_sentence(tiny, monkeypatch):
@@ -107,7 +108,8 @@ def test_the_command_line_keeps_weights(monkeypatch, tmp_path, capsys):
         losses[weights] = [*report["loss_by_depth"].values(), report["sharing"]["mean"]["loss"]]
     assert all(len(text["tokens"]) == 8 for text in texts.values())
     assert losses["bf16"] == pytest.approx(losses["fp32"], abs=1e-6)  # this model's weights are of bf16 anyway
-    assert 0 < max(abs(a - b) for a, b in zip(losses["fp32"], losses["int8"], strict=True)) < 0.05
+    off = max(abs(a - b) for a, b in zip(losses["fp32"], losses["int8"], strict=True))
+    assert 0 < off < 0.005  # twice of what eight bits cost this model
 
 
 def test_the_bench_counts_what_is_read(monkeypatch):

@@ -113,12 +113,13 @@ def test_start_values():
         A, B = (factor[name.replace(".", "_")] for factor in (model.rule.A, model.rule.B))
         assert A.shape == (3, 2, 8, 64 * d_in) and B.shape == (3, 2, 64 * d_out, 8)
         bound = (64 * d_in) ** -0.5
-        assert 0.98 * bound < A.abs().max() <= bound and not B.any()
+        assert 0.98 * bound < A.abs().max() <= bound  # of 3,072 numbers or more
+        assert not B.any()
         for matrix in A.flatten(0, 1):  # 512 numbers or more
-            assert matrix.std().item() == pytest.approx(bound / 3**0.5, rel=0.08)
+            assert matrix.std().item() == pytest.approx(bound / 3**0.5, rel=0.08)  # 4 standard deviations
         want = torch.empty(8, 64 * d_in)
         torch.nn.init.kaiming_uniform_(want, a=5**0.5)
-        assert want.abs().max().item() == pytest.approx(bound, rel=0.02)
+        assert want.abs().max().item() == pytest.approx(bound, rel=0.02)  # the largest of 512 draws
     assert not torch.equal(A[0, 0], A[1, 0]) and not torch.equal(A[0, 0], A[0, 1])
 
 
@@ -183,7 +184,8 @@ def test_under_autocast_the_state_keeps_its_precision(tiny, ids):
         loss = model.loss(ids, ids.roll(-1, 1), Depth(R)).total
     assert seen == [(torch.float32, torch.float32)] * R
     with torch.no_grad():
-        assert loss.item() == pytest.approx(model.loss(ids, ids.roll(-1, 1), Depth(R)).total.item(), rel=0.02)
+        exact = model.loss(ids, ids.roll(-1, 1), Depth(R)).total.item()
+    assert loss.item() != exact and loss.item() == pytest.approx(exact, rel=1e-3)  # a mean of logits of three digits
     loss.backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
@@ -198,7 +200,7 @@ def test_in_bf16_and_compiled(tiny, ids):
     halved = model.bfloat16()
     assert cost.parameters(halved) == total and {p.dtype for p in halved.parameters()} == {torch.bfloat16}
     assert halved(ids).dtype == torch.bfloat16
-    assert (halved(ids).float() - logits).norm() < 0.1 * logits.norm()
+    assert (halved(ids).float() - logits).norm() < 0.02 * logits.norm()  # bf16 rounds by .002, in eight blocks
 
 
 # millions as printed: strict tying, then RRT at ranks 4, 8, 16 and 64

@@ -39,11 +39,12 @@ def logits(model, prompt, tokens, *, taped, **options):
 @pytest.mark.parametrize("method", ["dense", *METHODS])
 def test_a_tape_repeats_the_pass(method, weights):
     """To a rounding of what torch computes otherwise, sigmoid and norms, which for int8 may be one of 16 bits."""
-    for dtype, atol in ((torch.float32, 5e-4 if weights == "int8" else 1e-5), (torch.bfloat16, 0.03)):
+    for dtype, atol in ((torch.float32, 5e-4 if weights == "int8" else 1e-5), (torch.bfloat16, 0.01)):
         model = kept(method, weights, dtype)
         decoder, played = logits(model, [5, 6, 7], [1, 2, 3, 4], taped=True)
         assert (decoder.tape is not None) == (method in PLAYED)
-        assert torch.allclose(played, logits(model, [5, 6, 7], [1, 2, 3, 4], taped=False)[1], atol=atol)
+        plain = logits(model, [5, 6, 7], [1, 2, 3, 4], taped=False)[1]
+        assert torch.allclose(played, plain, atol=atol)  # numbers of bf16 between 1 and 2 are .008 apart
         assert (played[1:] - played[:-1]).abs().amax(1).min() > 0.01  # no token gets another's logits
 
 

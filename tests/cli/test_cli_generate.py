@@ -103,15 +103,16 @@ def test_generate_in_bf16(document, run):
         options = ("--prompt", "page", "--max-new-tokens", "6", "--logprobs", "--temperature", "0")
         return document("generate", run, *options, "--dtype", dtype)["logprobs"]
 
-    assert logprobs("bf16") != logprobs("fp32") and logprobs("bf16") == pytest.approx(logprobs("fp32"), abs=0.1)
-    assert logprobs("auto") in (logprobs("bf16"), logprobs("fp32"))
+    half, single = logprobs("bf16"), logprobs("fp32")
+    assert half != single
+    assert half == pytest.approx(single, abs=5e-3)  # bf16 has three digits, and these are of 5.5
+    assert logprobs("auto") in (half, single)
 
 
 def test_an_empty_prompt_starts_a_document(document, run):
-    assert document("generate", run, "--max-new-tokens", "4") == {
-        **document("generate", run, "--prompt", "", "--max-new-tokens", "4"),
-        "tokens_per_s": pytest.approx(0, abs=1e9),
-    }
+    without, empty = (document("generate", run, *prompt, "--max-new-tokens", "4") for prompt in ([], ["--prompt", ""]))
+    assert without.pop("tokens_per_s") > 0 < empty.pop("tokens_per_s")
+    assert without == empty and len(empty["tokens"]) == 4
     nothing = document("generate", run, "--max-new-tokens", "0")
     assert (nothing["text"], nothing["tokens"], nothing["depths"]) == ("", [], [])
 

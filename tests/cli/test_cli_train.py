@@ -57,9 +57,10 @@ def test_documented_options_exist_and_take_effect(grt, texts, tmp_path):
     assert [row["step"] for row in rows if row["kind"] == "eval"] == [2, 3]
     assert [row["step"] for row in rows if row.get("event") == "save"] == [2, 3]
     assert torch.get_num_threads() == 1
-    assert train[0]["lr"] == pytest.approx(0.0125 / 100, rel=0.5)  # a warm-up of 100 steps in the preset
+    assert [row["lr"] for row in train] == [0.0125 * step / 100 for step in (1, 2, 3)]  # a warm-up of 100 steps
     model, _ = load_model(out)
-    assert model.rule.gate.down.bias.mean().item() == pytest.approx(0.5, abs=0.01)
+    moved = (model.rule.gate.down.bias - 0.5).abs().max()
+    assert 0 < moved < 7.6e-4  # a step of AdamW is of the rate at most: 6 times 0.0125 / 100
 
 
 def test_the_seed_decides_the_losses(grt, texts, tmp_path, run):

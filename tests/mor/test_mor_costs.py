@@ -60,7 +60,8 @@ def test_parameters(size, layout, linear, mlp):
     strict = cost.parameters(on_meta("ladder", size, layout))["total"]
     for router, millions, one in (("linear", linear, d), ("mlp", mlp, 2 * d * d + 2 * d)):
         total = cost.parameters(on_meta("mor", size, layout, router=router))["total"]
-        assert total == strict + steps * one and total / 1e6 == pytest.approx(millions, abs=0.0051)
+        assert total == strict + steps * one
+        assert total / 1e6 == pytest.approx(millions, abs=0.0051)  # printed with two digits
     token = cost.parameters(on_meta("mor-token", size, layout))["total"]
     assert token == strict + steps * d
     token = cost.parameters(on_meta("mor-token", size, layout, router="mlp"))["total"]
@@ -72,8 +73,7 @@ def test_flops_against_the_layout_without_routing(size, ratio):
     plain, routed, token = (on_meta(method, size) for method in ("ladder", "mor", "mor-token"))
     steps = plain.config.blocks.R
     executed = [cost.executed_flops(model, steps, 1024) for model in (plain, routed, token)]
-    assert executed[1] / executed[0] == pytest.approx(ratio, abs=0.005)
-    assert executed[2] / executed[0] == pytest.approx(ratio, abs=0.005)
+    assert [round(flops / executed[0], 2) for flops in executed[1:]] == [ratio, ratio]
 
 
 @pytest.mark.parametrize("method", ["mor", "mor-token"])

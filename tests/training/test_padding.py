@@ -106,7 +106,7 @@ def test_training_does_not_depend_on_padding(data, tmp_path):
     a, b = finish(plain, tmp_path / "a"), finish(padded, tmp_path / "b")
     for kind in ("train", "eval"):
         losses = [[row["loss"] for row in rows(tmp_path / name, kind)] for name in "ab"]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     weight = b.model.embed.tokens.weight
     assert weight.shape == (320, 16) and not weight[257:].any()
     assert not b.optimizer.state[weight]["exp_avg_sq"][257:].any()
@@ -124,7 +124,7 @@ def test_checkpoints_hold_true_rows_and_resume_with_any_padding(data, tmp_path, 
     assert moments["embed.tokens.weight.exp_avg"].shape == (257, 16)
     trainer = Trainer(change(config, model={"vocab_multiple": then}), tmp_path / "run", resume=True)
     assert trainer.state.step == 15 and trainer.run() == 0
-    tolerance = {"rtol": 0, "atol": 0} if first == then else {"rtol": 1e-3, "atol": 1e-4}
+    tolerance = {"rtol": 0, "atol": 0} if first == then else {"rtol": 1e-4, "atol": 1e-5}
     ours, theirs = trainer.model.state_dict(), whole.model.state_dict()
     for name, x in ours.items():
         torch.testing.assert_close(x, theirs[name], **tolerance)

@@ -53,17 +53,19 @@ def test_the_log_has_the_defined_fields_and_no_nan(config, trained):
         assert row["loss"] == row["loss_lm"] and row["aux"] == 0
         assert len(row["depth"]) == 2 and set(row["depth"]) <= {1, 2, 3}
         assert 10**5 < row["peak_bytes"] < 10**7 and row["seconds"] > 0
+    val = trained[1].val_split
     for row in rows(trained[0], "eval"):
         assert row["loss_by_depth"].keys() == {"0", "1", "2", "3"} and row["loss"] == row["loss_by_depth"]["3"]
         assert row["split"] == "val" and row["tokens"] == 8 * 16
-        assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2), rel=0.01)
+        per_byte = val.n_tokens / val.n_bytes  # end-of-text is no byte of the text
+        assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) * per_byte, rel=1e-12)
     for row in rows(trained[0], "monitor"):
         assert all(len(row[key]) == 3 for key in MONITOR.split()[3:])
 
 
 def test_training_learns(trained):
     losses = [row["loss"] for row in rows(trained[0], "train")]
-    assert losses[0] == pytest.approx(math.log(257), abs=0.3) and np.mean(losses[-5:]) < 3.6
+    assert losses[0] > 5.5 and np.mean(losses[-5:]) < 3.6  # log 257 is 5.549
 
 
 def test_speed_follows_from_time_and_flops(config, trained):
@@ -206,8 +208,12 @@ def test_every_kind_trains_in_both_precisions(config, tmp_path, model, dtype):
     monitors = [set(row) - {"kind", "step", "warnings"} for row in rows(out, "monitor")]
     named = set(MONITOR.split()[3:])
     assert monitors == ([] if dense else [named] if not model else [{"state_change", "token_correlation"}])
-    reference = rows(out, "train")[0]["loss"]
-    assert reference == pytest.approx(math.log(257), abs=0.3)
+    fresh = Trainer(config, tmp_path / "fresh")
+    fresh.close()
+    with torch.no_grad():
+        want = np.mean([loss.item() for loss in slot_losses(fresh)])
+    rounded = {"fp32": 1e-6, "bf16": 1e-3}[dtype]
+    assert rows(out, "train")[0]["loss"] == pytest.approx(want, rel=rounded)  # a mean of logits of three digits
 
 
 def test_bf16_computes_something_else(config, tmp_path):
@@ -215,7 +221,7 @@ def test_bf16_computes_something_else(config, tmp_path):
     for dtype in ("fp32", "bf16"):
         finish(change(config, train={"steps": 1, "dtype": dtype}), tmp_path / dtype)
         first[dtype] = rows(tmp_path / dtype, "train")[0]["loss"]
-    assert first["fp32"] != first["bf16"] and first["bf16"] == pytest.approx(first["fp32"], rel=1e-2)
+    assert first["fp32"] != first["bf16"] and first["bf16"] == pytest.approx(first["fp32"], rel=1e-4)
 
 
 def test_dtype_auto_measures_once(config, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def test_monitors_by_hand(config, bias):
     expected = naive_monitor(model, ids)
     assert found.keys() == expected.keys()
     for name, values in expected.items():
-        assert len(found[name]) == 3 and found[name] == pytest.approx(values, rel=1e-3, abs=1e-5), name
+        assert len(found[name]) == 3 and found[name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
     assert 0 < found["gate_saturation"][0] < 1 or bias == 0
 
 
@@ -65,7 +65,7 @@ def test_the_monitors_of_a_run_are_those_of_its_model(trained):
     ids, _ = batch(trainer.val_split, seed=0, step=0, slot=0, rows=range(4), context=16)
     row = rows(out, "monitor")[-1]
     for name, values in naive_monitor(trainer.model, ids).items():
-        assert row[name] == pytest.approx(values, rel=1e-3, abs=1e-5), name
+        assert row[name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize(
