@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from nano_tasks import ITEMS, NANO, TASKS, harness_model
 
 from grt import cli
+from grt.errors import ConfigError
 from grt.evals.continuations import AtOnce
 from grt.evals.harness import HarnessModel
 from grt.evals.loss import evaluate
@@ -62,6 +65,48 @@ def test_rolling_predicts_each_token_once_with_all_the_context_there_is(nano, tm
     model = harness_model(nano, tmp_path)
     model.encode = lambda string: torch.tensor(text)
     assert ask(model, "loglikelihood_rolling", ("any",)) == pytest.approx([want], rel=1e-6)
+
+
+def letters_and(tokens: list[str]):
+    """Ids of a text, the first of the tokens before single letters: 0, 1, ... and the letter's code."""
+    pattern = re.compile("|".join([*map(re.escape, tokens), "."]), re.S)
+
+    def encode(text: str) -> np.ndarray:
+        found = pattern.findall(text)
+        return np.array([tokens.index(one) if one in tokens else ord(one) for one in found if one != "~"], np.uint16)
+
+    return encode
+
+
+@pytest.mark.parametrize(
+    ("context", "answer", "context_ids", "answer_ids"),
+    [
+        ("a mil", "l", "a mil", "l"),  # one token holds both: there is nothing left of the answer
+        ("a mil", "lx", "a mil", "lx"),  # more of the answer is left, but not all
+        ("a mi", "ll", "a mi", "ll"),
+        ("a mil ", "lx", "a mil", " lx"),  # no token spans them
+        ("   ", "x", [256], "   x"),  # a context that has no ids but spaces
+        ("~", "x", [256], "x"),  # or none at all
+    ],
+)
+def test_a_token_that_spans_context_and_answer(nano, tmp_path, context, answer, context_ids, answer_ids):
+    model = harness_model(nano, tmp_path)
+    model.encode = encode = letters_and(["mill", "llx"])
+    before = context_ids if isinstance(context_ids, list) else encode(context_ids).tolist()
+    [(nats, greedy)] = ask(model, "loglikelihood", (context, answer))
+    assert nats == pytest.approx(log_prob(nano, before, encode(answer_ids).tolist()), abs=1e-4)
+    assert nats < 0 and not greedy
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
+@pytest.mark.parametrize("text", ["", "~"])
+def test_a_text_without_a_token_is_no_certainty(nano, tmp_path, kind, text):
+    model = harness_model(nano, tmp_path)
+    model.encode = letters_and([])
+    for arguments in [("", text), ("a mill", text)] if kind == "loglikelihood" else [(text,)]:
+        request = Instance(request_type=kind, doc={}, arguments=arguments, idx=0, metadata=("mills", 3, 1))
+        with pytest.raises(ConfigError, match=f"tasks has 'mills', whose item 3 .* of '{text}', which has no token"):
+            getattr(model, kind)([request], disable_tqdm=True)
 
 
 # The tasks

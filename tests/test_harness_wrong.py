@@ -20,6 +20,7 @@ from grt import cli
         ),
         (["--tasks", "piqa", "--data-dir", "{damaged}"], "tasks has 'piqa', which cannot use {damaged}/piqa.jsonl"),
         (["--tasks", "piqa", "--data-dir", "{other}"], "tasks has 'piqa', which cannot use {other}/piqa.jsonl"),
+        (["--tasks", "hollow", "--data-dir", "{hollow}"], "tasks has 'hollow', whose item 1 (counted from 0) asks for"),
         (["--tasks", "piqa", "--windows", "3"], "--windows does nothing with --tasks: leave it out."),
         (["--limit", "3"], "--limit does nothing without --tasks: add --tasks."),
         (["--tasks", "piqa", "--limit", "0"], "limit is 0: it must be at least 1"),
@@ -31,11 +32,14 @@ from grt import cli
     ],
 )
 def test_mistakes_are_one_sentence(options, told, tmp_path, capsys):
-    folders = {name: tmp_path / name for name in ("empty", "damaged", "other", "gsm8k")}
+    folders = {name: tmp_path / name for name in ("empty", "damaged", "other", "gsm8k", "hollow")}
     for folder in folders.values():
         folder.mkdir()
     (folders["damaged"] / "piqa.jsonl").write_text('{"goal": "Cut br')
     (folders["other"] / "piqa.jsonl").write_text('{"question": "is it?"}\n')
+    (folders["hollow"] / "hollow.jsonl").write_text('{"text": "a mill"}\n{"text": ""}\n')
+    fields = "task: hollow\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: text\n"
+    (folders["hollow"] / "hollow.yaml").write_text(f"{fields}metric_list:\n  - metric: bits_per_byte\n")
     (folders["gsm8k"] / "gsm8k.jsonl").write_text('{"question": "1 + 1", "answer": "#### 2"}\n')
     assert cli.main(["eval", str(NANO), *(option.format(**folders) for option in options)]) == 2
     out, err = capsys.readouterr()

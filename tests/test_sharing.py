@@ -10,7 +10,7 @@ from grt import cli
 from grt.backbone.context import LoopContext
 from grt.cache.kv import KVCache
 from grt.data.prepare import prepare
-from grt.data.tokenizer import get_tokenizer
+from grt.data.tokenizer import ByteTokenizer, get_tokenizer
 from grt.errors import ConfigError
 from grt.evals.cloze import CHOICES, CONTEXT, SPAN, Item, cloze_accuracy, dump_items, make_items
 from grt.evals.loss import evaluate
@@ -139,6 +139,30 @@ def test_texts_of_several_lengths(tiny):
     together, _ = cloze_accuracy(model, items, tokenizer)
     alone = [cloze_accuracy(model, [item], tokenizer)[0] for item in items]
     assert together == pytest.approx(sum(alone) / 3)
+
+
+class Voiced(ByteTokenizer):
+    """Has no ids for what some tokenizers take for nothing: a space, say."""
+
+    name = "voiced"
+
+    def encode(self, text):
+        return super().encode(text.replace(" ", ""))
+
+
+def test_a_choice_without_a_token_is_no_answer(tiny):
+    """Nor is it the mean of no numbers, which is above all others."""
+    model = tiny(context=64, vocab_size=257, dtype=torch.float32)
+    items = [Item(b"abc", (b"d", b"e", b"f", b"g"), 1), Item(b"abc", (b"d", b"  ", b"f", b"g"), 1)]
+    with pytest.raises(ConfigError, match="cloze has item 1 with the choice b'  ', for which voiced has no token"):
+        cloze_accuracy(model, items, Voiced(), batch_size=1)
+    spaces, fresh = Item(b"  ", (b"d", b"e", b"f", b"g"), 0), []
+    for answer in range(4):
+        fresh.append(cloze_accuracy(model, [spaces._replace(answer=answer)], Voiced())[0])
+    ids = torch.tensor([[256]])
+    with torch.inference_mode():
+        likeliest = int(model(ids)[0, -1, list(b"defg")].argmax())
+    assert [answer for answer, right in enumerate(fresh) if right] == [likeliest]  # after end-of-text
 
 
 def test_the_command(documents, tmp_path, capsys):

@@ -80,8 +80,15 @@ def cloze_accuracy(
     right = 0
     for first in range(0, len(items), batch_size):
         batch = items[first : first + batch_size]
-        prompts = [_ids(tokenizer, item.context) for item in batch]
+        prompts = [_ids(tokenizer, item.context) or [tokenizer.eot] for item in batch]
         texts = [_ids(tokenizer, choice) for item in batch for choice in item.choices]
+        if [] in texts:
+            item, choice = divmod(texts.index([]), CHOICES)
+            span = batch[item].choices[choice]
+            raise ConfigError(
+                f"cloze has item {first + item} with the choice {span!r}, for which {tokenizer.name} has no token: "
+                "leave --cloze out, or give --data another text."
+            )
         scores = torch.empty(len(texts), dtype=torch.float64)
         # One length at a time: with a tokenizer of bytes, all of them.
         for P, M in sorted({(len(prompts[i // CHOICES]), len(text)) for i, text in enumerate(texts)}):

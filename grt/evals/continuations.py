@@ -52,6 +52,7 @@ class Scorer(Protocol):
 
 def pieces(pair: Pair, T: int) -> list[Pair]:
     """The pair as a model of context T reads it."""
+    assert pair.context and pair.text, "a text without tokens would be certain"
     tokens, begin = pair.context + pair.text, len(pair.context)
     cut = []
     for start in range(begin, len(tokens), T):

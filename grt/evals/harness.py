@@ -1,7 +1,8 @@
 """Our models inside lm-evaluation-harness: it makes the requests and the metrics, we say how likely each text is.
 
 Its conventions are kept: end-of-text is the context of a text that has none; a context that is too long loses its
-first tokens; spaces between context and text belong to the text.
+first tokens; spaces between context and text belong to the text. Where a token would span context and text, the text is
+encoded by itself: cut at the number of the context's ids, as lm-eval does, it would lose characters, or all of them.
 """
 
 import contextlib
@@ -11,11 +12,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
 from grt.data.tokenizer import Tokenizer
+from grt.errors import ConfigError
 from grt.evals.continuations import Pair, Score
 from grt.evals.scores import Progress, Scores
 
@@ -43,13 +46,28 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self.encode(string).tolist()
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        before = context.rstrip()
+        text = context[len(before) :] + continuation
+        ids, whole = self.tok_encode(before), self.tok_encode(before + text)
+        after = whole[len(ids) :] if whole[: len(ids)] == ids else []
+        return ids or [self.eot], after or self.tok_encode(text)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        pairs = [self._encode_pair(*request.args) for request in requests]
+        require_tokens(requests, [text for _, text in pairs])
+        return self._loglikelihood_tokens(
+            [(request.args, *pair) for request, pair in zip(requests, pairs, strict=True)]
+        )
+
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         scores = self._scores([Pair(context, text) for _, context, text in requests])
         return [(score.log_prob, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        texts = [Pair([self.eot], self.tok_encode(request.args[0])) for request in requests]
-        return [score.log_prob for score in self._scores(texts)]
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        require_tokens(requests, texts)
+        return [score.log_prob for score in self._scores([Pair([self.eot], text) for text in texts])]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         raise NotImplementedError("tasks for which a model has to write are refused when they are loaded")
@@ -60,6 +78,16 @@ class HarnessModel(TemplateLM):
         self.steps += sum(score.steps for score in scores)
         self.truncated += sum(len(pair.context) + len(pair.text) > self.scores.T + 1 for pair in pairs)
         return scores
+
+
+def require_tokens(requests: list[Instance], texts: list[list[int]]) -> None:
+    """ConfigError where a text to be scored has no token: its probability would be 1, the likeliest answer of all."""
+    for request, text in zip(requests, texts, strict=True):
+        if not text:
+            raise ConfigError(
+                f"tasks has {request.task_name!r}, whose item {request.doc_id} (counted from 0) asks for the "
+                f"probability of {request.args[-1]!r}, which has no token: mend that item, or leave the task out."
+            )
 
 
 def evaluate_task(task: Task, model: HarnessModel, limit: int | None = None) -> dict[str, float | None]:

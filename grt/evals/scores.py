@@ -80,5 +80,5 @@ class Scores:
 
 def whole(parts: Sequence[Score]) -> Score:
     """The score of a pair that was scored in pieces."""
-    log_probs, greedy, steps = zip(*parts, strict=True) if parts else ((), (), ())
+    log_probs, greedy, steps = zip(*parts, strict=True)
     return Score(math.fsum(log_probs), all(greedy), sum(steps))
