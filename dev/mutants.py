@@ -4,7 +4,7 @@
 
 A mutant survives where that file passes all the same: then it wants a test. Each runs in a temporary copy of the tree,
 never in place, and one at a time. What was found is kept in runs/mutants.jsonl, and is asked again only after the
-mutated file, its test or the mutant has changed.
+mutated file, its test or the mutant has changed. `tests/test_mutants.py` sees to it that every old text is still there.
 
 Long: one list, to be read beside the code; the mutants are chosen by hand, since those that a library makes are
 thousands here, many of which change nothing.

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from grt.backbone.context import LoopContext
 from grt.config import Layout, ModelConfig
 from grt.methods import METHODS, build_model, depth_sampler
 from grt.model import cost
-from grt.model.depth import Depth
+from grt.model.depth import Depth, lognormal_poisson
 from grt.presets import PRESETS, preset
 
 SIZES = {"S": (768, 12), "M": (1024, 16), "L": (1280, 20)}
@@ -140,6 +141,71 @@ def test_head_flops_are_what_torch_counts():
     assert counter.get_total_flops() == 8 * cost.head_flops(model.config) == 8 * 2 * 16 * 23
 
 
+def counted(model, depth, tokens, stage=1):
+    """FLOPs of a training pass, forward and backward, as torch counts them. With a tap on it, attention is the plain
+    products that closed forms count; of torch's kernel, the counter has the backward pass compute the scores again."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        ctx = LoopContext(taps={"attention": lambda x, ctx: None})
+        loss = model.loss(ids, ids, depth, ctx, stage)
+        forward = counter.get_total_flops()
+        loss.total.backward()
+    return forward, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_flops_are_what_torch_counts(method):
+    """The read-outs that a loss asks for, and a backward pass that truncation cuts short. There the prelude learns only
+    by what each step reads of the anchor; and where the loop begins from a constant, as Poisson's does in any case, the
+    projection's own half spares the gradient of what it reads, 2 d^2, which closed forms leave in."""
+    model = on_meta(method, "1+2x6+1", d_model=16, n_heads=2, context=64, vocab_size=23).train()
+    drawn, anchors = method in ("poisson", "huginn"), method in ("grt", "ladder-inject", "poisson", "huginn")
+    for depth in [Depth(1), Depth(4), Depth(6), *([Depth(6, 2), Depth(6, 6), Depth(2, 8)] if anchors else [])]:
+        forward, whole = counted(model, depth, 64)
+        spared = 2 * 16**2 * (drawn or depth == Depth(6, 2))
+        assert forward == 64 * cost.training_forward_flops(model, depth.steps, 64), depth
+        assert whole == 64 * (cost.training_flops(model, depth, 64) - spared), depth
+
+
+def test_flops_of_a_second_stage_are_forward_alone():
+    model = on_meta("ouro", "1+2x6+1", d_model=16, n_heads=2, context=64, vocab_size=23).train()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith("rule.gate"))
+    forward, whole = counted(model, Depth(6), 64, stage=2)
+    assert forward == 64 * cost.training_flops(model, Depth(6), 64, stage=2)
+    assert whole - forward == 5 * 64 * 2 * 16, "the gate's own gradient is next to nothing: lambda_1 has no label"
+
+
+def test_depths_are_weighed_with_the_steps_that_learn():
+    """By hand for strict tying: three passes, less two of the core's steps that are skipped."""
+    model, sampler = on_meta("ladder", "1+2x3+1", d_model=16, n_heads=2, vocab_size=23), lognormal_poisson(2, 0.5, 9, 2)
+    block = 24 * 16**2 + 4 * 64 * 16
+    each = {r: 3 * ((2 + 2 * r) * block + 2 * 16 * 23) - 2 * 2 * max(r - 2, 0) * block for r in range(1, 10)}
+    want = sum(p * each[r] for r, p in sampler.probabilities.items())
+    got = cost.mean_over_depths(sampler, lambda depth: cost.training_flops(model, depth, 64))
+    assert got == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("reads_out", [False, True])
+def test_flops_of_halting_by_hand(reads_out):
+    """Where tokens take 1 and 3 steps: each its own, the head once, and coda and head after every earlier step."""
+    model = on_meta("ladder", "1+2x3+1", d_model=16, n_heads=2, vocab_size=23)
+    block, head = 24 * 16**2 + 4 * 64 * 16, 2 * 16 * 23
+    want = 0.25 * (4 * block + head) + 0.75 * (8 * block + head + reads_out * 2 * (block + head))
+    assert cost.halting_flops(model, {1: 0.25, 3: 0.75}, 64, reads_out) == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(("itemsize", "kv_itemsize", "batch"), [(2, 0, 1), (2, 0, 5), (1, 2, 1), (1, 2, 5), (4, 4, 2)])
+def test_bytes_read_for_a_token(itemsize, kv_itemsize, batch):
+    """A matrix once for all rows, keys and values of each; GRT's anchor halves once, its other three at each step."""
+    model = on_meta("grt", "1+2x3+1", d_model=16, n_heads=2, vocab_size=23)
+    for k in (1, 3):
+        weights = (2 + 2 * k) * 12 * 16**2 + (2 + 3 * k) * 16**2 + 23 * 16
+        keys_and_values = batch * (2 + 2 * k) * 2 * 16 * 7
+        want = itemsize * weights + (kv_itemsize or itemsize) * keys_and_values
+        assert cost.decode_bytes(model, k, 7, batch, itemsize, kv_itemsize) == want
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_cost_at_the_mean_depth_is_the_mean_cost(method):
     model = on_meta(method, "1+2x6+1", d_model=16, n_heads=2, context=64, vocab_size=23)
@@ -186,6 +252,8 @@ def test_kv_bytes():
     shared = 4 * 1024 * (2 + 5 + 2)
     want = {"full": 4 * 1024 * 24, "first": shared, "last": shared, "mean": shared, "first:all": shared}
     assert cost.kv_bytes_per_token(grt) == want
+    some = cost.kv_bytes_per_token(grt, ["mod:1", "mod:3", "mod:9"])  # as many steps as there are, at most
+    assert some == {"mod:1": shared, "mod:3": 4 * 1024 * (2 + 5 * 3 + 2), "mod:9": want["full"]}
     dense = cost.kv_bytes_per_token(paper_size("ladder", "M", "24L"))
     assert set(dense.values()) == {4 * 1024 * 24}
 

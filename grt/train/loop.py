@@ -24,7 +24,7 @@ from grt.device import autocast, dtype_name, peak_flops, resolve_device, resolve
 from grt.errors import ConfigError
 from grt.evals.loss import evaluate
 from grt.methods import build_model, depth_sampler
-from grt.model.cost import parameters, training_forward_flops
+from grt.model.cost import parameters, training_flops
 from grt.model.depth import Depth
 from grt.model.loop import Loss
 from grt.runs.checkpoint import Checkpoints, State
@@ -38,7 +38,7 @@ from grt.train.memory import training_peak
 from grt.train.monitor import monitor, warnings_for
 from grt.train.optim import learning_rate, make_optimizer
 from grt.train.resume import changed_environment, restore, text_of
-from grt.train.stage import PASSES, enter_stage
+from grt.train.stage import enter_stage
 from grt.train.start import load_initial
 
 
@@ -204,11 +204,12 @@ class Trainer:
         self.state.step += 1
         self.state.seconds += seconds
         tokens = config.train.tokens_per_step
-        forward = np.mean([training_forward_flops(self.model, depth, config.model.context) for depth in depths])
+        drawn = [Depth(steps, self.sampler.grad_steps) for steps in depths]
+        flops = [training_flops(self.model, depth, config.model.context, config.train.stage) for depth in drawn]
         row = {
             "tokens": self.state.step * tokens, "loss": total, "loss_lm": lm, "aux": total - lm, "lr": rate,
             "grad_norm": norm.item(), "depth": depths, "tokens_per_s": tokens / seconds,
-            "mfu": PASSES[config.train.stage] * float(forward) * tokens / seconds / self.state.peak,
+            "mfu": float(np.mean(flops)) * tokens / seconds / self.state.peak,
             "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
         }  # fmt: skip
         self.log.write("train", self.state.step, **row)

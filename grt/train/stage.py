@@ -4,9 +4,6 @@ from grt.config import RunConfig
 from grt.errors import ConfigError
 from grt.model.loop import RecurrentDepthModel
 
-# Stage -> cost of a slot in forward passes. A backward pass costs two; that of a second stage, next to nothing.
-PASSES = {1: 3, 2: 1}
-
 
 def enter_stage(model: RecurrentDepthModel, config: RunConfig) -> None:
     """Freeze what train.stage does not train (ConfigError where there is no such stage, or nothing to begin from)."""

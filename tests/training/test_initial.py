@@ -43,6 +43,15 @@ def as_model_folder(run, folder):
     return folder
 
 
+def begin(config, out):
+    """Begin a run, which has the weights of its source and nothing else of it."""
+    trainer = Trainer(config, out)
+    trainer.close()
+    want = load_model(config.train.init_from)[0].state_dict()
+    assert all(torch.equal(x, want[name]) for name, x in trainer.model.state_dict().items())
+    assert trainer.state.step == 0 and not trainer.optimizer.state
+
+
 @pytest.mark.parametrize("form", ["run", "checkpoint", "older checkpoint", "model folder"])
 def test_a_run_begins_with_the_weights_of(data, source, tmp_path, form):
     place = {
@@ -51,11 +60,7 @@ def test_a_run_begins_with_the_weights_of(data, source, tmp_path, form):
         "older checkpoint": lambda: source / "checkpoints/step-00000025",
         "model folder": lambda: as_model_folder(source, tmp_path / "model"),
     }[form]()
-    trainer = Trainer(other_config(data, place), tmp_path / "run")
-    trainer.log.close()
-    want, _ = load_model(place)
-    assert all(torch.equal(x, want.state_dict()[name]) for name, x in trainer.model.state_dict().items())
-    assert trainer.state.step == 0 and not trainer.optimizer.state
+    begin(other_config(data, place), tmp_path / "run")
     record = json.loads((tmp_path / "run/env.json").read_text())["init_from"]
     folder = source / "checkpoints/step-00000030" if form == "run" else place
     assert record == {
@@ -118,12 +123,11 @@ def test_another_model_is_refused(data, source, tmp_path, section, fields, messa
 
 def test_fields_that_the_weights_do_not_depend_on_may_differ(data, source, tmp_path):
     """Those of other methods; and of a dense model, those of all methods."""
-    config = other_config(data, source, model={"lora_rank": 3, "router": "mlp", "loop_carry": "raw"})
-    Trainer(config, tmp_path / "run").log.close()
+    begin(other_config(data, source, model={"lora_rank": 3, "router": "mlp", "loop_carry": "raw"}), tmp_path / "run")
     dense = {"method": "ladder", "layout": "2L"}
     finish(tiny(data, model=dense, train={"steps": 1}), tmp_path / "dense")
     fields = {"method": "grt", "layout": "2L", "gate_temperature": 2.0, "lora_scale": 1.0}
-    Trainer(other_config(data, tmp_path / "dense", model=fields), tmp_path / "run2").log.close()
+    begin(other_config(data, tmp_path / "dense", model=fields), tmp_path / "run2")
 
 
 @pytest.mark.parametrize(

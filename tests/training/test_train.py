@@ -76,6 +76,18 @@ def test_speed_follows_from_time_and_flops(config, trained):
     assert row["mfu"] == pytest.approx(3 * np.mean(per_token) * row["tokens_per_s"] / 1e12, rel=1e-9)
 
 
+def test_utilisation_counts_what_truncation_skips_as_not_done(config, tmp_path):
+    """By hand for Poisson of R = 3 whose last step alone learns: blocks 24 d^2 + 4 T d, A 2 d^2 for each half."""
+    model = {"method": "poisson", "grad_steps": 1}
+    trainer = Trainer(change(config, model=model, train={"depth": "fixed"}), tmp_path / "run")
+    row = trainer.optimizer_step()
+    trainer.close()
+    block, half = 24 * 16**2 + 4 * 16 * 16, 2 * 16**2
+    forward = 5 * block + 4 * half + 2 * 16 * 257
+    flops = 3 * forward - 2 * (2 * block + 2 * half)
+    assert row["depth"] == [3, 3] and row["mfu"] == pytest.approx(flops * row["tokens_per_s"] / 1e12, rel=1e-9)
+
+
 @pytest.mark.parametrize(("batch_size", "slots"), [(8, 1), (4, 2), (1, 8)])
 def test_tokens_per_step_is_what_the_config_says(config, tmp_path, batch_size, slots):
     config = change(config, train={"batch_size": batch_size, "steps": 3})
