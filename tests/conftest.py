@@ -1,5 +1,6 @@
 """What several test files share: tiny models, a split over given ids, one thread, reproducible hypothesis."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from tiny_model import build_tiny
 from grt.data.loader import Split
 
 torch.set_num_threads(1)
+os.environ["GRT_PROGRESS"] = (
+    "off"  # what a slow machine says meanwhile must not fail a test; those of progress take it on
+)
 # No deadline: other work on the machine must not fail a test. Derandomised: neither must the day.
 settings.register_profile("grt", deadline=None, derandomize=True, database=None)
 settings.load_profile("grt")

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from grt import cli
 from grt.bench import peers, training
+from grt.bench.turns import alternate
 from grt.config import ModelConfig
 from grt.errors import ConfigError
 from grt.methods import METHODS
@@ -84,7 +86,7 @@ def test_peers_take_turns_with_our_dense(stand_in, capsys):
 
 def test_ratios_are_within_turns_and_the_right_way_round(monkeypatch):
     times = {"a": [2.0, 6.0, 3.0], "b": [4.0, 3.0, 9.0]}
-    monkeypatch.setattr(training, "alternate", lambda *_: times)
+    monkeypatch.setattr(training, "alternate", lambda *_, **__: times)
     config = ModelConfig(layout="1L", vocab_size=257, **SHAPE)
     a, b = (training.ours(name, config, [Depth(0)], torch.device("cpu"), torch.float32) for name in "ab")
     for what, want in (("time per token", [0.5, 2.0, 1 / 3]), ("tokens/s", [2.0, 0.5, 3.0])):
@@ -97,16 +99,11 @@ def test_ratios_are_within_turns_and_the_right_way_round(monkeypatch):
 def test_the_first_turn_is_left_out_and_everybody_begins():
     order = []
 
-    class Fake:
-        def __init__(self, name):
-            self.name = name
+    def turn(name: str) -> float:
+        order.append(name)
+        return float(len(order))
 
-        def turn(self, ids, targets):
-            order.append(self.name)
-            return float(len(order))
-
-    ids = torch.zeros(1)
-    times = training.alternate([Fake("a"), Fake("b"), Fake("c")], ids, ids, 3)
+    times = alternate({name: partial(turn, name) for name in "abc"}, 3, warm=1, seconds=float)
     assert "".join(order) == "abc" + "bca" + "cab" + "abc"
     assert times == {"a": [6.0, 8.0, 10.0], "b": [4.0, 9.0, 11.0], "c": [5.0, 7.0, 12.0]}
 

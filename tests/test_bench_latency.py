@@ -135,7 +135,7 @@ class Fake:
 
 def test_everybody_begins_once():
     told = []
-    times = decoding.alternate([Fake("a", told), Fake("b", told), Fake("c", told)], 5, 4)
+    times = decoding.take_turns([Fake("a", told), Fake("b", told), Fake("c", told)], 5, 4)
     assert "".join(name for name, _ in told) == "abc" + "bca" + "cab" + "abc"
     assert {new for _, new in told} == {5} and {len(of_turns) for of_turns in times.values()} == {4}
 

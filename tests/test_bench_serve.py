@@ -36,7 +36,7 @@ def test_a_request_costs_its_tokens_and_its_readouts():
 def test_turns_alternate_over_the_same_prompts():
     Fake.asked = []
     prompts = [serve.prompts_of(turn, 2, 3, 257) for turn in range(3)]
-    seconds = serve.alternate({name: Fake({"name": name}, None) for name in "ab"}, prompts, 4)
+    seconds = serve.take_turns({name: Fake({"name": name}, None) for name in "ab"}, prompts, 4)
     assert [name for name, _ in Fake.asked] == ["a", "b", "b", "a", "a", "b"]
     assert [asked for _, asked in Fake.asked] == [prompts[turn] for turn in (0, 0, 1, 1, 2, 2)]
     assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}  # the first warms up

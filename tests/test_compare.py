@@ -59,7 +59,7 @@ def naive_flops(run) -> float:
 
 def test_rows_say_what_was_run(runs, tmp_path):
     report = comparison_report(runs, "tokens", tmp_path / "c.png")
-    assert report.keys() == {"x", "plot", "rows"} and report["x"] == "tokens"
+    assert report.keys() == {"x", "y", "plot", "rows"} and (report["x"], report["y"]) == ("tokens", "loss")
     for run, row, method, layout, steps in zip(
         runs, report["rows"], ("grt", "dense"), ("1+1x3+1", "5L"), (30, 20), strict=True
     ):
@@ -104,7 +104,7 @@ def test_the_logged_depths_count(runs, tmp_path):
 
 def test_the_axis_of_the_curves(runs, tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(compare, "draw_comparison", lambda curves, label, out: drawn.update({label: curves}))
+    monkeypatch.setattr(compare, "draw_comparison", lambda curves, label, *_: drawn.update({label: curves}))
     for axis in ("tokens", "flops", "seconds"):
         comparison_report(runs, axis, tmp_path / "c.png")
     assert list(drawn) == ["training tokens", "training FLOPs", "seconds of training"]
@@ -118,6 +118,25 @@ def test_the_axis_of_the_curves(runs, tmp_path, monkeypatch):
     for curve in (by_tokens, by_flops, by_seconds):
         assert curve.eval_loss == [row["loss"] for row in rows(runs[0], "eval")]
         assert curve.train_loss == [row["loss_lm"] for row in train]
+
+
+def test_runs_of_other_tokenizers_are_drawn_in_bits_per_byte(runs, tmp_path, monkeypatch, capsys):
+    other = thinned(runs[1], tmp_path / "other", ())
+    env = json.loads((runs[1] / "env.json").read_text())
+    env["tokenizer"]["sha256"], env["data"]["val"] = "another", "other ids of the same text"
+    (other / "env.json").write_text(json.dumps(env))
+    drawn = []
+    monkeypatch.setattr(compare, "draw_comparison", lambda curves, _, label, out: drawn.append((label, curves)))
+    report = comparison_report([runs[0], other], "tokens", tmp_path / "c.png")
+    ((label, curves),) = drawn
+    assert report["y"] == "bits_per_byte" and label == "bits per byte"
+    assert [c.eval_loss for c in curves] == [
+        [r["bits_per_byte"] for r in rows(run, "eval")] for run in (runs[0], other)
+    ]
+    assert all(curve.train_x == curve.train_loss == [] for curve in curves)
+    compare.show_comparison(report)
+    said = capsys.readouterr().out
+    assert "the runs have different tokenizers: bits per byte compare" in said and "different texts" not in said
 
 
 def test_runs_of_one_name_are_told_apart(runs, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,3 +50,9 @@ def test_onnx_has_the_same_logits(tiny, ids, tmp_path, method):
         got = torch.from_numpy(session.run(None, {"input_ids": x.numpy()})[0])
         with torch.no_grad():
             torch.testing.assert_close(got, model(x, None if dense else Depth(2)), rtol=0, atol=1e-5)
+    context = model.config.context
+    assert session.get_inputs()[0].shape == ["batch", f"tokens_at_most_{context}"]
+    facts = {"context": str(context), "vocab_size": "23", "depth": "0" if dense else "2"}
+    assert session.get_modelmeta().custom_metadata_map == facts
+    with pytest.raises(Exception, match="ONNXRuntimeError"):
+        session.run(None, {"input_ids": np.zeros((1, context + 1), np.int64)})

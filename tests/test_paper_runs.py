@@ -175,7 +175,7 @@ def test_a_run_that_cannot_go_on_says_what_always_helps(sweep, tmp_path, capsys,
     assert cli.main(asked(tmp_path, "run")) == 0
     out = run_folder(tmp_path / "runs" / "nano", config)
     shutil.rmtree(tmp_path / "results")
-    (out / "metrics.jsonl").write_text("")
+    (out / "config.json").write_text("{")
     capsys.readouterr()
     assert cli.main(asked(tmp_path, "run")) == 2
     assert f" Or remove {out} and call grt paper run again. (1 of 1 left)" in capsys.readouterr().out

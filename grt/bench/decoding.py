@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from grt.backbone.context import LoopContext
 from grt.bench.peers import transformers_generate
+from grt.bench.turns import alternate
 from grt.config import ModelConfig, Weights
+from grt.console import note, working
 from grt.decode.decoder import Decoder
 from grt.decode.quantize import keep_weights
 from grt.device import cpu_name, dtype_name
@@ -128,17 +131,17 @@ def timed(contestant: Contestant, new: int) -> Timed:
 def warm_up(contestant: Contestant, new: int) -> float | None:
     """Seconds of the first tokens, in which a compiled contestant compiles."""
     few = min(contestant.few, new)
-    seconds = timed(contestant, few).per_token * max(few - 1, 1)
+    with working(f"warming up {contestant.name}"):
+        seconds = timed(contestant, few).per_token * max(few - 1, 1)
     return seconds if contestant.compiled else None
 
 
-def alternate(contestants: Sequence[Contestant], new: int, alternations: int) -> dict[str, list[Timed]]:
-    """Times of each turn, by contestant; who begins changes from turn to turn."""
-    times: dict[str, list[Timed]] = {contestant.name: [] for contestant in contestants}
-    for turn in range(alternations):
-        first = turn % len(contestants)
-        for contestant in [*contestants[first:], *contestants[:first]]:
-            times[contestant.name].append(timed(contestant, new))
+def take_turns(contestants: Sequence[Contestant], new: int, turns: int) -> dict[str, list[Timed]]:
+    """Times of each turn, by contestant, whose medians are told at once."""
+    one_turn = {contestant.name: partial(timed, contestant, new) for contestant in contestants}
+    times = alternate(one_turn, turns, seconds=lambda t: t.per_token)
+    for name, of_turns in times.items():
+        note(f"{name}: {1e3 * statistics.median(t.per_token for t in of_turns):.3f} ms per step of decoding")
     return times
 
 

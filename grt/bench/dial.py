@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from grt.bench.decoding import Cached, Task, add_ratio, alternate, empty_report, median_row, warm_up
+from grt.bench.decoding import Cached, Task, add_ratio, empty_report, median_row, take_turns, warm_up
 from grt.device import resolve_device
 from grt.errors import ConfigError
 from grt.evals.loss import evaluate
@@ -51,7 +51,7 @@ def bench_dial(
         contestants = [Cached(name, model, task, prompt, depth) for depth, name in names.items()]
     for contestant in contestants:
         warm_up(contestant, new)
-    times = alternate(contestants, new, alternations)
+    times = take_turns(contestants, new, alternations)
     report = empty_report("dial", where, torch.float32)
     report |= {"run": str(run), "windows": windows, "prompt": task.prompt, "new": new, "alternations": alternations}
     for depth, name in names.items():

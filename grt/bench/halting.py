@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from grt.bench.decoding import FEW, Task, Tick, add_ratio, alternate, empty_report, median_row, warm_up
+from grt.bench.decoding import FEW, Task, Tick, add_ratio, empty_report, median_row, take_turns, warm_up
 from grt.data.loader import Split, n_windows
 from grt.decode.decoder import Decoder
 from grt.decode.early_exit import HaltingDecoder
@@ -194,7 +194,7 @@ def add_times(
         contestants.append(Fed(str(row.policy), decoder, text, task.prompt))
     for contestant in contestants:
         warm_up(contestant, task.new)
-    times = alternate(contestants, task.new, alternations)
+    times = take_turns(contestants, task.new, alternations)
     full = times[str(FixedDepth(model.config.blocks.R))]
     for entry in report["rows"]:
         own = times[entry["name"]]

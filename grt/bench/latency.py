@@ -33,16 +33,16 @@ from grt.bench.decoding import (
     Task,
     Transformers,
     add_ratio,
-    alternate,
     empty_report,
     median_row,
     on,
+    take_turns,
     warm_up,
 )
 from grt.cache.sharing import parse_strategy
 from grt.config import ModelConfig, Weights
 from grt.cpu import kernels
-from grt.device import DTYPES, resolve_device
+from grt.device import dtype_name, resolve_device, resolve_dtype
 from grt.errors import ConfigError
 from grt.model import cost
 from grt.model.loop import RecurrentDepthModel
@@ -107,7 +107,7 @@ def plan(
 
 def bench_latency(
     sizes: Sequence[str] = (), protocols: Sequence[str] = PROTOCOLS, batches: Sequence[int] = (1, 4), *,
-    prompt: int | None = None, new: int | None = None, dtype: str = "bf16", weights: Weights | None = None,
+    prompt: int | None = None, new: int | None = None, dtype: str = "auto", weights: Weights | None = None,
     kv: str = "full", compiled: bool = True, alternations: int = 5, peers: Sequence[str] = ("dense", "transformers"),
     device: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
@@ -115,12 +115,16 @@ def bench_latency(
     at_least("--alternations", alternations, 1)
     at_least("--batch", min(batches), 1)
     batches = list(dict.fromkeys(batches))
-    where, precision = resolve_device(device), DTYPES[dtype]
+    where = resolve_device(device)
     notes: list[str] = []
     planned = plan(sizes, protocols, batches, prompt, new, kv, compiled, where.type == "cpu", notes)
+    precision = resolve_dtype(dtype, where, pair_of(planned[0][0])[0].d_model)
     report = empty_report("latency", where, precision)
     report |= {"alternations": alternations, "kv": kv, "compiled": compiled, "notes": notes}
-    report |= {"weights": weights or dtype, "kernels": kernels.best() if weights and where.type == "cpu" else None}
+    report |= {
+        "weights": weights or dtype_name(precision),
+        "kernels": kernels.best() if weights and where.type == "cpu" else None,
+    }
     report["roofline"] = {"peak_gb_per_s": peak_gb_per_s(where)} | {key: {} for key in KEYS}
     for size, tasks in planned:
         configs = dict(zip((f"grt {size}", f"dense {size}"), pair_of(size), strict=True))
@@ -155,7 +159,7 @@ def measure(
     """Let one group take turns; add its rows, its rooflines and the ratio of each pair to `report`."""
     contestants = contestants_of(models, task, peer)
     compile_s = {c.name: warm_up(c, task.new) for c in contestants}
-    times = alternate(contestants, task.new, report["alternations"])
+    times = take_turns(contestants, task.new, report["alternations"])
     *_, (dense, dense_model) = models.items()
     where = f"{task.protocol}, batch {task.batch}"
     for name, of_turns in times.items():

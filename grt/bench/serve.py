@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,9 @@ from rich.table import Table
 
 from grt.bench.decoding import empty_report
 from grt.bench.latency import pair_of
+from grt.bench.turns import alternate
 from grt.config import ModelConfig
-from grt.device import DTYPES
+from grt.device import dtype_name, resolve_dtype
 from grt.errors import ConfigError
 from grt.methods import build_model
 from grt.model import cost
@@ -67,22 +69,24 @@ def contestants(configs: Sequence[ModelConfig], kv: str, peers: Sequence[str]) -
 
 
 def bench_serve(
-    size: str = "small", *, requests: int = 32, prompt: int = 128, new: int = 64, dtype: str = "bf16", kv: str = "full",
+    size: str = "small", *, requests: int = 32, prompt: int = 128, new: int = 64, dtype: str = "auto", kv: str = "full",
     compiled: bool = True, alternations: int = 5, peers: Sequence[str] = ("dense", "gpt2"),
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of the bench. peers, dense: our dense model in vLLM; gpt2: vLLM's own."""
     configs = pair_of(size)
     check(prompt, new, requests, alternations, configs[0].context)
     engine = engine_class()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = resolve_dtype(dtype, device, configs[0].d_model)
+    dtype = dtype_name(precision)
     engines = {
         name: engine(document, configs[0], requests=requests, length=prompt + new, dtype=dtype, compiled=compiled)
         for name, document in contestants(configs, kv, peers).items()
     }
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = empty_report("serve", device, DTYPES[dtype])
+    report = empty_report("serve", device, precision)
     report |= {"size": size, "requests": requests, "prompt": prompt, "new": new, "kv": kv, "compiled": compiled}
     prompts = [prompts_of(turn, requests, prompt, configs[0].vocab_size) for turn in range(1 + alternations)]
-    seconds = alternate(engines, prompts, new)
+    seconds = take_turns(engines, prompts, new)
     for name, times in seconds.items():
         speeds = sorted(requests * new / s for s in times)
         report["rows"].append(
@@ -103,18 +107,21 @@ def prompts_of(turn: int, requests: int, prompt: int, vocab_size: int) -> list[l
     return [[rng.randrange(vocab_size) for _ in range(prompt)] for _ in range(requests)]
 
 
-def alternate(engines: Mapping[str, "Engine"], prompts: list[list[list[int]]], new: int) -> dict[str, list[float]]:
-    """Seconds of each turn, by contestant; the first turn warms up, and who begins changes from one to the next."""
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    names = list(engines)
-    for turn, asked in enumerate(prompts):
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
-            start = time.perf_counter()
-            made = engines[name].generate(asked, new)
-            seconds[name].append(time.perf_counter() - start)
-            assert all(len(row) == new for row in made)
-    return {name: times[1:] for name, times in seconds.items()}
+def take_turns(engines: Mapping[str, "Engine"], prompts: list[list[list[int]]], new: int) -> dict[str, list[float]]:
+    """Seconds of each turn, by contestant; the first turn warms up. All get the prompts of a turn, prompts[turn]."""
+    asked = {name: iter(prompts) for name in engines}
+
+    def one_turn(name: str) -> float:
+        now = next(asked[name])
+        start = time.perf_counter()
+        made = engines[name].generate(now, new)
+        seconds = time.perf_counter() - start
+        assert all(len(row) == new for row in made)
+        return seconds
+
+    tokens = len(prompts[0]) * new
+    turns = {name: partial(one_turn, name) for name in engines}
+    return alternate(turns, len(prompts) - 1, warm=1, seconds=lambda s: s / tokens)
 
 
 def show(report: dict[str, Any]) -> None:

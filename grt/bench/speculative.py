@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from grt.bench.decoding import FEW, Tick, add_ratio, alternate, empty_report, median_row, warm_up
+from grt.bench.decoding import FEW, Tick, add_ratio, empty_report, median_row, take_turns, warm_up
 from grt.data.loader import Split
 from grt.decode.decoder import Decoder
 from grt.decode.sampling import Sampling
@@ -155,7 +155,7 @@ def measure(
     for contestant in (plain, drafted):
         warm_up(contestant, new)
         contestant.turn, contestant.tallies = 0, []
-    times = alternate([plain, drafted, timed_passes], new, len(prompts))
+    times = take_turns([plain, drafted, timed_passes], new, len(prompts))
     tally = sum(drafted.tallies, Tally())
     drafts = tally.drafted / tally.verifications
     passes = timed_passes.means()

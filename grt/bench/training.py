@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from torch import Tensor, nn
 
 from grt.backbone.context import LoopContext
 from grt.bench.peers import LossOf, nanogpt, transformers_gpt2
+from grt.bench.turns import alternate
 from grt.config import ModelConfig, OptimConfig
+from grt.console import note, working
 from grt.data.loader import Split, batch
 from grt.device import autocast, cpu_name, dtype_name, resolve_device, resolve_dtype
 from grt.errors import ConfigError
@@ -96,18 +99,6 @@ def quantiles(sampler: DepthSampler, n: int) -> list[Depth]:
     return depths
 
 
-def alternate(contestants: list[Contestant], ids: Tensor, targets: Tensor, alternations: int) -> dict[str, list[float]]:
-    """Seconds per token of each turn, by contestant; who begins changes from turn to turn."""
-    times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    for turn in range(alternations + 1):
-        first = turn % len(contestants)
-        for contestant in contestants[first:] + contestants[:first]:
-            seconds = contestant.turn(ids, targets)
-            if turn:  # the first turn warms up
-                times[contestant.name].append(seconds)
-    return times
-
-
 def rows_of(times: dict[str, list[float]]) -> list[dict[str, Any]]:
     return [
         {
@@ -160,7 +151,7 @@ def dense_and_peers(
 def bench_training(
     layout: str = "1+1x10+1", alternations: int = 10, *, peers: Sequence[str] = ("dense",), nanogpt: Path | None = None,
     methods: Sequence[str] = ("grt",), shape: dict[str, Any] | None = None, peer_shape: dict[str, Any] | None = None,
-    peer_layout: str = "12L", batch_size: int = 8, dtype: str = "bf16", device: str = "auto",
+    peer_layout: str = "12L", batch_size: int = 8, dtype: str = "auto", device: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON document of the bench. `shape` (d_model, n_heads, context) is of the recurrent models and their dense
     one, `peer_shape` of the dense models; ratios are of time per token (recurrent / dense) and of tokens per second
@@ -196,11 +187,15 @@ def measure(
     """Let the contestants, ours first, take turns; add their rows, and the ratio of each pair, to `report`."""
     tokens = torch.randint(0, 257, (batch_size, config.context + 1)).to(contestants[0].device)
     ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    times = alternate(contestants, ids, targets, report["alternations"])
+    turns = {contestant.name: partial(contestant.turn, ids, targets) for contestant in contestants}
+    times = alternate(turns, report["alternations"], warm=1, seconds=float)
     rows = rows_of(times)
+    for row in rows:
+        note(f"{row['name']}: {row['us_per_token']:.2f} us per token")
     if ids.device.type == "cpu":
         for row, contestant in zip(rows, contestants, strict=True):
-            row["peak_bytes"] = contestant.peak(ids, targets)
+            with working(f"measuring the memory of {contestant.name}"):
+                row["peak_bytes"] = contestant.peak(ids, targets)
     sizes = {name: getattr(config, name) for name in ("d_model", "n_heads", "context")} | {"batch_size": batch_size}
     seconds_of_slot = 1e-6 * rows[0]["us_per_token"] * batch_size * config.context
     rows[0]["loader_share"] = loader_seconds(batch_size, config.context) / seconds_of_slot

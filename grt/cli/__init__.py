@@ -2,10 +2,14 @@
 
 One file a subcommand: NAME.py holds a dataclass, whose fields are its options, and run_NAME; it imports torch in its
 function, so that every --help answers at once. This file finds the subcommand, and turns every error that a user can
-mend into one line. Exit codes: 0; 2 bad input; 3 non-finite loss; 130 Ctrl-C, 143 SIGTERM and 129 a closed terminal,
-after a saved checkpoint; others are a defect.
+mend into one line. Exit codes: 0; 2 bad input; 3 non-finite loss; 130 Ctrl-C, 143 SIGTERM (training saves first) and
+129 a closed terminal; others are a defect.
+
+Every command runs watched (grt/console.py: none is silent for long) and ends within seconds of a signal
+(grt/train/interrupt.py).
 """
 
+import contextlib
 import importlib
 import io
 import os
@@ -61,9 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"grt: {sentence(error)}", file=sys.stderr)
         return code
-    except KeyboardInterrupt:
-        print("grt: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:  # Stopped, where a signal has come
+        with contextlib.suppress(OSError):  # of a reader that left, or a terminal that is gone
+            print(f"grt: {str(stop) or 'interrupted'}", file=sys.stderr)
+        return getattr(stop, "code", 130)
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -78,8 +83,12 @@ def dispatch(arguments: list[str]) -> int:
         if not name or name.startswith("-"):
             raise ConfigError(f"name a command first: {', '.join(COMMANDS)}; `grt --help` says what each does.")
         raise ConfigError(f"unknown command {name!r}: {did_you_mean(name, COMMANDS, '`grt --help` shows all.')}")
-    command = importlib.import_module(f"grt.cli.{name}")  # here, so that no other command costs time
-    return getattr(command, f"run_{name}")(rest)
+    from grt.console import watching
+    from grt.train.interrupt import Signals
+
+    with Signals(), watching(f"grt {name}"):
+        command = importlib.import_module(f"grt.cli.{name}")  # here, so that no other command costs time
+        return getattr(command, f"run_{name}")(rest)
 
 
 def sentence(error: Exception) -> str:

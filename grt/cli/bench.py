@@ -30,7 +30,7 @@ class Training:
     """Layout, width, context and sequences a slot of this preset instead."""
     alternations: int = 10
     """Turns that count; one more warms up."""
-    dtype: Literal["auto", "fp32", "bf16"] = "bf16"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of the matrix products; auto: the fastest here."""
     device: Device = "auto"
     """Where to compute."""
@@ -52,8 +52,8 @@ class Latency:
     """Tokens of the prompt, where it is cached; without it, what new leaves of the context: 896."""
     new: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Tokens to generate; without it 128 (paper on a CPU: 4)."""
-    dtype: Literal["fp32", "bf16"] = "bf16"
-    """Of weights, caches and products."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of weights, caches and products; auto: the fastest here."""
     weights: Annotated[Weights | None, tyro.conf.arg(metavar="{fp32,bf16,int8}")] = None
     """What our matrices are kept in instead; a CPU then multiplies a few rows with our kernels."""
     kv: str = "full"
@@ -170,8 +170,8 @@ class Serve:
     """Tokens of each prompt."""
     new: int = 64
     """Tokens to generate for each."""
-    dtype: Literal["fp32", "bf16"] = "bf16"
-    """Of weights, caches and products."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of weights, caches and products; auto: the fastest here."""
     kv: Literal["full", "first:all"] = "full"
     """How GRT's steps share keys and values."""
     compile: Literal["on", "off"] = "on"

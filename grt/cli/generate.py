@@ -69,6 +69,14 @@ class Generate:
     """Print one JSON document."""
 
 
+def write(text: str) -> None:
+    """A piece of the text, as it comes."""
+    from grt.console import alive
+
+    print(text, end="", flush=True)
+    alive()
+
+
 def run_generate(arguments: list[str]) -> int:
     command = parse(Generate, arguments, "generate")
     drafting = command.draft_depth, command.draft_tokens
@@ -84,7 +92,7 @@ def run_generate(arguments: list[str]) -> int:
     )  # fmt: skip
     report = generation_report(
         command.run, command.prompt, device=command.device, dtype=command.dtype, weights=command.weights,
-        show=None if command.json else lambda text: print(text, end="", flush=True),
+        show=None if command.json else write,
         stop=command.stop, logprobs=command.logprobs, seed=command.seed, depth=command.depth, sampling=sampling,
         max_new_tokens=command.max_new_tokens, kv=command.kv, crop=command.crop, compiled=command.compile,
         exit=Wanted(command.exit, command.threshold, command.budget),

@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from grt.config import Layout, RunConfig, Weights, config_hash, load
-from grt.console import Output
+from grt.console import Output, working
 from grt.data.tokenizer import get_tokenizer
 from grt.decode.quantize import keep_weights
 from grt.decode.sampling import Sampling
@@ -56,14 +56,16 @@ def generation_report(
     speculative = None if draft is None else SpeculativeStream(model, [ids], draft=draft, **options)
     steps, start = speculative or Stream(model, [ids], **options), time.perf_counter()
     show = show or (lambda piece: None)
-    show(prompt)
-    for (drawn,) in steps:
-        assert drawn is not None  # a row alone ends the stream
-        logs.append(drawn.logprob)
-        depths.append(drawn.depth)
-        show(text.add(drawn.token))
-        if text.ended:
-            break
+    with working("token", steps.max_new_tokens, shown="line") as progress:
+        show(prompt)
+        for (drawn,) in steps:
+            assert drawn is not None  # a row alone ends the stream
+            logs.append(drawn.logprob)
+            depths.append(drawn.depth)
+            show(text.add(drawn.token))
+            progress.advance()
+            if text.ended:
+                break
     seconds = time.perf_counter() - start
     show(text.finish())
     n, deepest = len(text.tokens), options.get("depth") or config.model.blocks.R

@@ -37,15 +37,17 @@ def run_train(arguments: list[str]) -> int:
 
 
 def train_and_show(config: RunConfig, out: Path, resume: bool, max_time: str = "") -> int:
+    from grt.console import working
     from grt.train.interrupt import parse_duration
     from grt.train.loop import Trainer
 
     seconds = parse_duration(max_time) if max_time else None
     trainer = Trainer(config, out, resume=resume)
     code = trainer.run(seconds)
-    if trainer.state.step < config.train.steps:
+    if code or trainer.state.step < config.train.steps:
         return code
     from grt.cli.report import show_run
 
-    show_run(out, config.train.device)
-    return code
+    with working("evaluating", kept=f"the run is complete, grt eval {out} shows what it has learned"):
+        show_run(out, config.train.device)
+    return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from grt.console import working
 from grt.errors import ConfigError
 
 LARGEST_BIGRAMS = 1024  # ids
@@ -115,9 +116,11 @@ def windows(
     but the first is a target at most once.
     """
     n = n_windows(split, context, limit)
-    for first in range(0, n, batch_size):
-        starts = [split.tile(i, context) for i in range(first, min(first + batch_size, n))]
-        yield _ids_and_targets([split.window(start, context) for start in starts])
+    with working("window", n) as task:
+        for first in range(0, n, batch_size):
+            starts = [split.tile(i, context) for i in range(first, min(first + batch_size, n))]
+            yield _ids_and_targets([split.window(start, context) for start in starts])
+            task.advance(len(starts))
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, where: Path | str) -> None:

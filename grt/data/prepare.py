@@ -10,13 +10,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
+from grt.console import working
 from grt.data.corpus import RESERVED, Corpus, open_corpora, split_sources
 from grt.data.encode import WorkerDied
 from grt.data.meta import FORMAT
@@ -71,12 +69,12 @@ def prepare(
     if workers < 0:
         raise ConfigError(f"workers is {workers}: give 1 or more, or 0 for one a core.")
     tok, sources = get_tokenizer(tokenizer), split_sources(source)
-    with _bars(progress and not quiet) as bars:
+    with _two_passes() as more:
         content = find_token_files(sources, tok, val_fraction)
         if content is None:
             corpora = open_corpora(sources, field)
             _say_left_out([] if quiet else corpora)
-            content = Texts(corpora, val_fraction, bars)
+            content = Texts(corpora, val_fraction, more)
         key = _key(content.sha256, tok, val_fraction)
         folder = _folder(out, f"{content.name}-{tok.name}", key)
         prepared = load_if_intact(folder)
@@ -154,21 +152,14 @@ def _sentence_for_dead_workers(workers: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bars(wanted: bool):
-    """A function that moves a bar a pass, on a terminal; the second pass is as long as the first was."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-               TimeRemainingColumn())  # fmt: skip
-    shown = wanted and sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
-        first = progress.add_task("reading", total=None)
-        second = progress.add_task("encoding", total=None, visible=False)
+def _two_passes() -> Iterator[Callable[[str, int], None]]:
+    """A function that moves the work on, by so many bytes; the second pass is as long as the first was."""
+    with working("reading", unit="bytes", kept="the same command goes on with what is prepared so far") as task:
 
         def more(what: str, n_bytes: int) -> None:
-            if not shown:
-                return
-            progress.update(first if what == "reading" else second, advance=n_bytes, visible=True)
-            if what == "encoding":
-                progress.update(second, total=progress.tasks[0].completed)
+            if what != task.what:
+                task.restart(what, total=task.done)
+            task.advance(n_bytes)
 
         yield more
 

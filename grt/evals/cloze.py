@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from grt.console import each
 from grt.data.documents import DocumentSplit
 from grt.data.tokenizer import Tokenizer
 from grt.device import autocast
@@ -78,15 +79,15 @@ def cloze_accuracy(
 ) -> tuple[float, float]:  # fmt: skip
     """Accuracy and its standard error, each choice fed token by token under a strategy of sharing keys and values."""
     right = 0
-    for first in range(0, len(items), batch_size):
-        batch = items[first : first + batch_size]
+    batches = [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
+    for number, batch in enumerate(each(batches, "cloze")):
         prompts = [_ids(tokenizer, item.context) or [tokenizer.eot] for item in batch]
         texts = [_ids(tokenizer, choice) for item in batch for choice in item.choices]
         if [] in texts:
             item, choice = divmod(texts.index([]), CHOICES)
-            span = batch[item].choices[choice]
+            span, item = batch[item].choices[choice], number * batch_size + item
             raise ConfigError(
-                f"cloze has item {first + item} with the choice {span!r}, for which {tokenizer.name} has no token: "
+                f"cloze has item {item} with the choice {span!r}, for which {tokenizer.name} has no token: "
                 "leave --cloze out, or give --data another text."
             )
         scores = torch.empty(len(texts), dtype=torch.float64)

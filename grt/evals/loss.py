@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,20 +40,15 @@ class Evaluation:
 
 
 def evaluate(
-    model: RecurrentDepthModel,
-    split: Split,
-    *,
-    depths: Sequence[int] | None = None,
-    limit: int | None = None,
-    batch_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    routing: str | None = None,
-) -> Evaluation:
+    model: RecurrentDepthModel, split: Split, *, depths: Sequence[int] | None = None, limit: int | None = None,
+    batch_size: int = 16, dtype: torch.dtype = torch.float32, routing: str | None = None,
+    between: Callable[[], None] | None = None,
+) -> Evaluation:  # fmt: skip
     """Mean next-token loss of `split` at each of `depths` (default 0..R; 0 is the readout of the prelude).
 
     limit: read only the first windows. routing: threshold or topk, for a method with a router, in place of what its
-    rule has set. Noise is off, and nothing is drawn from the caller's generators: how often
-    one evaluates never changes training.
+    rule has set. between: called before each batch; what it raises ends the evaluation. Noise is off, and nothing is
+    drawn from the caller's generators: how often one evaluates never changes training.
     """
     R = model.config.blocks.R
     depths = list(range(R + 1)) if depths is None else sorted(set(depths))
@@ -76,6 +71,8 @@ def evaluate(
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode():
             torch.manual_seed(0)
             for ids, targets in windows(split, context, limit, batch_size):
+                if between is not None:
+                    between()
                 with autocast(device, dtype):
                     values = _values(model, ids.to(device), targets.to(device), depths)
                 of_batch = torch.stack([value.sum() for value in values.values()]).tolist()

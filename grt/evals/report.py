@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -10,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from grt.cache.kv import KVCache
 from grt.config import RunConfig, Weights
-from grt.console import Output
+from grt.console import Output, each
 from grt.data.documents import DocumentSplit
 from grt.data.loader import Split, bigram_entropy
 from grt.data.prepare import open_source
@@ -154,8 +151,7 @@ def sharing_rows(
         assert isinstance(documents, DocumentSplit)
         items = make_items(documents, tokenizer, cloze)
     rows: dict[str, dict[str, Any]] = {}
-    shown, silent = Console(stderr=True), not sys.stderr.isatty()
-    for strategy in track(kv, "sharing keys and values", console=shown, transient=True, disable=silent):
+    for strategy in each(kv, "sharing keys and values"):
         loss, error = sharing_loss(model, split, strategy, limit=limit, batch_size=batch_size, dtype=dtype, steps=steps)
         rows[strategy] = {"depth": steps, "loss": loss, "loss_se": error if math.isfinite(error) else None}
         if items:

@@ -3,7 +3,6 @@
 import importlib
 import importlib.metadata
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,13 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from grt.cache.kv import KVCache
 from grt.config import VERSION, RunConfig, Weights
-from grt.console import Output
+from grt.console import Output, working
 from grt.data.tokenizer import Tokenizer, get_tokenizer
 from grt.decode.quantize import keep_weights
 from grt.device import dtype_name, resolve_device, resolve_dtype
@@ -152,20 +149,11 @@ def measure(tasks: dict[str, Any], scores: Scores, tokenizer: Tokenizer, limit: 
     """A row of numbers for each task and depth. Scores are on the disk when a row needs them for the first time."""
     from grt.evals.harness import HarnessModel, evaluate_task
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    # A console of its own: lm-eval runs with the process's streams turned away.
-    bar = Progress(
-        *columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty(),
-        redirect_stdout=False, redirect_stderr=False,
-    )  # fmt: skip
     rows = []
-    with bar:
-        for name, task in tasks.items():
-            shown = bar.add_task(name, total=None)
+    for name, task in tasks.items():
+        with working(name, kept="the same command goes on with the scores so far") as shown:
             for depth in scores.depths:
-                model = HarnessModel(
-                    scores, depth, tokenizer, lambda done, of, shown=shown: bar.update(shown, completed=done, total=of)
-                )
+                model = HarnessModel(scores, depth, tokenizer, lambda done, of, to=shown: to.reach(done, total=of))
                 row = {"task": name, "depth": depth, **evaluate_task(task, model, limit)}
                 mean = model.steps / model.tokens
                 rows.append({**row, "mean_depth": mean, "truncated_requests": model.truncated})

@@ -1,8 +1,10 @@
 """The model card: what the model is, how it was trained, what it scores and how to use it."""
 
+from pathlib import Path
 from typing import Any
 
 from grt.config import RunConfig
+from grt.data.corpus import split_sources
 
 USE = """\
 ```python
@@ -17,6 +19,11 @@ print(tokenizer.decode(text[0]))
 ```"""
 
 
+def _names(sources: str) -> str:
+    """Of the text, without the folders that it was in on some machine."""
+    return ", ".join(Path(part).name or part for part in split_sources(sources))
+
+
 def model_card(config: RunConfig, parameters: int, environment: dict[str, Any], evaluation: dict[str, Any]) -> str:
     """environment: env.json, evaluation: metrics.jsonl's row of that kind at the step exported; each may be empty."""
     model, blocks = config.model, config.model.blocks
@@ -28,7 +35,7 @@ def model_card(config: RunConfig, parameters: int, environment: dict[str, Any], 
     rows = {
         "method": model.method_name, "layout": f"{model.layout}: {what}", "parameters": f"{parameters:,}",
         "width, heads": f"{model.d_model}, {model.n_heads}", "context": f"{model.context} tokens",
-        "tokenizer": f"{tokenizer}, {model.vocab_size:,} ids", "text": f"`{config.data.path}`",
+        "tokenizer": f"{tokenizer}, {model.vocab_size:,} ids", "text": f"`{_names(config.data.path)}`",
         "training": f"{config.train.steps:,} steps of {config.train.tokens_per_step:,} tokens",
         "optimizer": f"AdamW, learning rate {config.optim.lr:g}, weight decay {config.optim.weight_decay:g}",
         "seed": str(config.train.seed),

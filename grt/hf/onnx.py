@@ -1,5 +1,8 @@
 """A model at one depth as an ONNX file: token ids in, logits out, without a cache.
 
+The file says for how many tokens it is: in its input's shape, (batch, tokens_at_most_256), and among its metadata.
+Beyond them onnxruntime refuses, though in words of its own.
+
 Shapes: B batch, T tokens, V vocabulary.
 """
 
@@ -62,12 +65,17 @@ def random_ids(model: RecurrentDepthModel, batch: int, tokens: int) -> Tensor:
 
 def export(module: AtDepth, ids: Tensor, path: Path, context: int) -> None:
     n_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens", max=context)
+    batch, tokens = torch.export.Dim("batch"), torch.export.Dim(f"tokens_at_most_{context}", max=context)
     for library in ("torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(library).setLevel(logging.ERROR)  # what it tried and left is no news
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what these libraries themselves still use
-        torch.onnx.export(
-            module, (ids,), path, dynamo=True, input_names=["input_ids"], output_names=["logits"], verbose=False,
-            dynamic_shapes=({0: batch, 1: tokens},), external_data=n_bytes > IN_ONE_FILE,
+        program = torch.onnx.export(
+            module, (ids,), dynamo=True, input_names=["input_ids"], output_names=["logits"], verbose=False,
+            dynamic_shapes=({0: batch, 1: tokens},),
         )  # fmt: skip
+        assert program is not None
+        config = module.model.config
+        facts = {"context": context, "vocab_size": config.vocab_size, "depth": module.depth.steps}
+        program.model.metadata_props.update({name: str(value) for name, value in facts.items()})
+        program.save(path, external_data=n_bytes > IN_ONE_FILE)

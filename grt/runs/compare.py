@@ -4,7 +4,6 @@ Everything comes from a folder's config.json and metrics.jsonl, so a committed m
 holds only some of the training steps: a step that was not logged drew the depths that the sampler draws again.
 """
 
-import json
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -15,14 +14,17 @@ from rich.table import Table
 
 from grt.config import RunConfig, load
 from grt.console import Output
+from grt.data.tokenizer import get_tokenizer
 from grt.errors import ConfigError
 from grt.methods import build_model, depth_sampler
 from grt.model.cost import parameters, training_flops
 from grt.model.depth import Depth
 from grt.runs.metrics import read_metrics
+from grt.runs.paths import facts_of
 from grt.runs.plots import Curve, draw_comparison
 
 Axis = Literal["tokens", "flops", "seconds"]
+LOSSES = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 LABELS = {"tokens": "training tokens", "flops": "training FLOPs", "seconds": "seconds of training"}
 
 
@@ -77,13 +79,15 @@ class Finished:
             raise ConfigError(f"{self.folder / 'metrics.jsonl'} logs no time of training: leave --x seconds out.")
         return seconds
 
-    def curve(self, label: str, axis: Axis) -> Curve:
+    def curve(self, label: str, axis: Axis, y: str = "loss") -> Curve:
+        """y: of LOSSES. Of training text no row says how many bytes its tokens had: without it in bits per byte."""
+        train = self.train if y == "loss" else []
         return Curve(
             label,
             [self.x(row["step"], axis) for row in self.evals],
-            [row["loss"] for row in self.evals],
-            [self.x(row["step"], axis) for row in self.train],
-            [row["loss_lm"] for row in self.train],
+            [row[y] for row in self.evals],
+            [self.x(row["step"], axis) for row in train],
+            [row["loss_lm"] for row in train],
         )
 
     def row(self) -> dict[str, Any]:
@@ -102,15 +106,21 @@ class Finished:
             "bits_per_byte": last["bits_per_byte"],
             "best_loss": best["loss"],
             "best_step": best["step"],
-            "validation_text": self._text(),
+            "validation_text": self._data("val"),
+            "corpus_sha256": self._data("corpus_sha256"),
         }
 
-    def _text(self) -> str | None:
-        """sha256 of the validation tokens, where env.json has it."""
-        try:
-            return json.loads((self.folder / "env.json").read_text(encoding="utf-8"))["data"]["val"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+    def _data(self, of: str) -> str | None:
+        """sha256 of the validation tokens (val) or of all the text (corpus_sha256), where env.json has it."""
+        data = facts_of(self.folder).get("data")
+        return data.get(of) if isinstance(data, dict) else None
+
+    @property
+    def tokenizer(self) -> str:
+        """What tells it from others: its sha256 where env.json has it."""
+        facts = facts_of(self.folder).get("tokenizer")
+        known = facts.get("sha256") if isinstance(facts, dict) else None
+        return known if isinstance(known, str) else get_tokenizer(self.config.data.tokenizer).sha256
 
 
 def comparison_report(folders: list[Path], axis: Axis, out: Path) -> dict[str, Any]:
@@ -122,9 +132,10 @@ def comparison_report(folders: list[Path], axis: Axis, out: Path) -> dict[str, A
     runs = [Finished(folder) for folder in folders]
     names = [run.folder.resolve().name for run in runs]
     labels = [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
-    curves = [run.curve(label, axis) for label, run in zip(labels, runs, strict=True)]
-    draw_comparison(curves, LABELS[axis], out)
-    return {"x": axis, "plot": str(out), "rows": [run.row() for run in runs]}
+    y = "loss" if len({run.tokenizer for run in runs}) == 1 else "bits_per_byte"  # nats of other tokens are others
+    curves = [run.curve(label, axis, y) for label, run in zip(labels, runs, strict=True)]
+    draw_comparison(curves, LABELS[axis], LOSSES[y], out)
+    return {"x": axis, "y": y, "plot": str(out), "rows": [run.row() for run in runs]}
 
 
 def show_comparison(report: dict[str, Any]) -> None:
@@ -139,6 +150,9 @@ def show_comparison(report: dict[str, Any]) -> None:
             f"{row['loss']:.4f}", f"{row['bits_per_byte']:.4f}", f"{row['best_step']:,} ({row['best_loss']:.4f})",
         )  # fmt: skip
     console.print(table)
-    if len({row["validation_text"] for row in report["rows"]} - {None}) > 1:
+    if report["y"] != "loss":
+        console.print("the runs have different tokenizers: bits per byte compare, and are drawn; losses do not")
+    text = "validation_text" if report["y"] == "loss" else "corpus_sha256"
+    if len({row[text] for row in report["rows"]} - {None}) > 1:
         console.print("the runs were validated on different texts: their losses do not compare")
     console.print(f"plot: {report['plot']}")

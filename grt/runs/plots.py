@@ -20,7 +20,7 @@ def smooth(values: list[float], width: int) -> np.ndarray:
 
 
 @contextmanager
-def figure_of_losses(x_label: str, out: Path) -> Iterator[Any]:
+def figure_of_losses(x_label: str, out: Path, y_label: str = "loss (nats per token)") -> Iterator[Any]:
     """Axes to draw losses on; the figure appears under its name when it is whole."""
     import matplotlib
 
@@ -32,7 +32,7 @@ def figure_of_losses(x_label: str, out: Path) -> Iterator[Any]:
     try:
         yield axes
         axes.set_xlabel(x_label)
-        axes.set_ylabel("loss (nats per token)")
+        axes.set_ylabel(y_label)
         axes.grid(alpha=0.3)
         if axes.has_data():
             axes.legend(fontsize=8)
@@ -54,9 +54,9 @@ class Curve:
     train_loss: list[float]
 
 
-def draw_comparison(curves: Sequence[Curve], x_label: str, out: Path) -> None:
+def draw_comparison(curves: Sequence[Curve], x_label: str, y_label: str, out: Path) -> None:
     """Validation loss of each run (marked) and its training loss (a faint smoothed line)."""
-    with figure_of_losses(x_label, out) as axes:
+    with figure_of_losses(x_label, out, y_label) as axes:
         for i, curve in enumerate(curves):
             color = f"C{i}"
             axes.plot(curve.eval_x, curve.eval_loss, marker="o", ms=3, lw=1.3, color=color, label=curve.label)

@@ -18,18 +18,18 @@ from rich.live import Live
 from rich.table import Table
 
 from grt.config import RunConfig, config_hash
-from grt.console import Output
+from grt.console import Output, alive, note, working
 from grt.presets import change
 from grt.runs.folder import is_held
 from grt.runs.metrics import read_metrics
 from grt.schema import to_dict
 from grt.study.results import Results
 from grt.study.worker import HELD, run_folder
-from grt.train.interrupt import Interrupt
+from grt.train.interrupt import Interrupt, last_word
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PAUSE = 0.5  # seconds between two looks at the processes
-GRACE = 120  # seconds that a process has to save before it is killed
+GRACE = 7.0  # seconds that a process has to save before it is killed: more than it gives itself
 
 
 @dataclass
@@ -67,7 +67,12 @@ class Engine:
         self.runs.mkdir(parents=True, exist_ok=True)
         self.results.make()
         code = 0
-        with Interrupt(max_seconds) as interrupt, self._live() as live:
+        shown = "elsewhere" if self.console.is_terminal else "line"
+        with (
+            Interrupt(max_seconds, grace=GRACE + 2) as interrupt,
+            self._live() as live,
+            working("run", len(self.jobs), status=self._at_work, shown=shown) as progress,
+        ):
             while any(job.state in (*PENDING, "running") for job in self.jobs):
                 if interrupt.exit_code is not None:
                     self._stop()
@@ -78,12 +83,24 @@ class Engine:
                 for job in [job for job in self.jobs if job.state in PENDING]:
                     if sum(other.state == "running" for other in self.jobs) < self.n:
                         self._begin(job)
+                progress.reach(sum(job.state == "done" for job in self.jobs))
                 if live:
                     live.update(self.table(now=True))
                 time.sleep(PAUSE)
             if live:
                 live.update(self.table())
+        if interrupt.signal is not None:
+            note(f"{last_word(interrupt.signal)}: the same command goes on, with {len(self._left())} runs left")
         return interrupt.exit_code or code
+
+    def _left(self) -> list[Job]:
+        return [job for job in self.jobs if job.state != "done"]
+
+    def _at_work(self) -> str:
+        """Where the runs are that are trained now, in one line."""
+        now = [job for job in self.jobs if job.state == "running"]
+        steps = {run_folder(self.runs, job.config).name: self._progress(job) for job in now}
+        return ", ".join(f"{name} step {step} loss {loss}" for name, (step, loss, _) in steps.items())
 
     def _begin(self, job: Job) -> None:
         """Start it, unless another process has finished it since, or trains it."""
@@ -170,8 +187,8 @@ class Engine:
 
     def _say(self, text: str) -> None:
         if not self.console.is_terminal:
-            left = sum(job.state != "done" for job in self.jobs)
-            self.console.print(f"{text} ({left} of {len(self.jobs)} left)")
+            self.console.print(f"{text} ({len(self._left())} of {len(self.jobs)} left)")
+            alive()
 
     def table(self, now: bool = False) -> Table:
         """Every run with its state, its step and its last loss; `now`: of those that are at work or went wrong, since a

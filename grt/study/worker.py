@@ -35,7 +35,7 @@ def train_and_collect(
     try:
         trainer = Trainer(config, out, resume=begun)
         code = trainer.run(max_seconds, once)
-        if trainer.state.step == config.train.steps:
+        if not code and trainer.state.step == config.train.steps:
             lock = FolderLock(out)  # until the result is there, for whoever waits to train the run
             try:
                 collect(out, results, config)

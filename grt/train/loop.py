@@ -6,8 +6,11 @@ resumed run repeats the interrupted one bit for bit, and evaluating changes noth
 
 import contextlib
 import hashlib
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,23 +20,23 @@ import torch
 
 from grt.backbone.context import LoopContext
 from grt.config import RunConfig, config_hash
-from grt.console import Display
+from grt.console import Task, say, watching, working
 from grt.data.loader import batch, bigram_entropy
 from grt.data.prepare import Prepared, open_source
 from grt.device import autocast, dtype_name, peak_flops, resolve_device, resolve_dtype
 from grt.errors import ConfigError
-from grt.evals.loss import evaluate
+from grt.evals.loss import Evaluation, evaluate
 from grt.methods import build_model, depth_sampler
 from grt.model.cost import parameters, training_flops
 from grt.model.depth import Depth
 from grt.model.loop import Loss
 from grt.runs.checkpoint import Checkpoints, State
 from grt.runs.folder import FolderLock, claim, environment, resume_command, write_headers
-from grt.runs.metrics import MetricsLog, forget_after
+from grt.runs.metrics import MetricsLog, forget_after, read_metrics
 from grt.runs.paths import absolute
 from grt.runs.plots import draw_curve
 from grt.train.diagnose import NonFiniteError, first_offender
-from grt.train.interrupt import Interrupt
+from grt.train.interrupt import Interrupt, Stopped
 from grt.train.memory import training_peak
 from grt.train.monitor import monitor, warnings_for
 from grt.train.optim import learning_rate, make_optimizer
@@ -75,6 +78,9 @@ class Trainer:
         fresh = not self.out.exists()
         self.config, self.reading = claim(self.out, absolute(config), resume)
         self.hash = config_hash(self.config)
+        self.at_rest = threading.RLock()  # held while weights and state change together, and while they are saved
+        self.check: Callable[[], None] = lambda: None  # raises Stopped where a signal has come
+        self.left = False
         self.lock = FolderLock(self.out)
         try:
             self._open(resume)
@@ -130,41 +136,103 @@ class Trainer:
     def run(self, max_seconds: float | None = None, once: bool = False) -> int:
         """Train to the last step, or to a signal or time limit; returns the exit code (0, 129, 130 or 143). `once`:
         further signals are ignored. Raises NonFiniteError where the loss or a gradient is not finite.
+
+        A signal breaks off the step or the validation in progress: a resumed run repeats it.
         """
-        config = self.config.train
-        display = Display(config.steps, self.state.step)
-        self._say_start(display)
+        steps = self.config.train.steps
         try:
-            with Interrupt(max_seconds, once) as interrupt:
-                while self.state.step < config.steps:
-                    row = self.optimizer_step()
-                    display.update(self.state.step, row["loss"], row["tokens_per_s"], row["mfu"])
-                    last = self.state.step == config.steps
-                    improved = (last or self.state.step % config.eval_every == 0) and self.validate(display)
-                    code = interrupt.exit_code
-                    if last or improved or code is not None or self.state.step % config.checkpoint_every == 0:
-                        self.save()
-                    if code is not None and not last:
-                        what = interrupt.signal.name if interrupt.signal else "max-time"
-                        self.log.write("event", self.state.step, event="signal", signal=what)
-                        how = f"go on with --resume ({resume_command(self.out)})"
-                        display.say(f"{what}: saved step {self.state.step}; {how}")
-                        return code
-                self._draw()  # a kill may have come between the last checkpoint and its curve
-            return 0
+            with (
+                watching("grt train"),
+                Interrupt(max_seconds, once, self._leave) as interrupt,
+                working("step", steps, start=self.state.step) as progress,
+            ):
+                self.check = interrupt.check
+                self._say_start()
+                code = self._train(interrupt, progress)
+                if code is None:
+                    self._draw()  # a kill may have come between the last checkpoint and its curve
+            return code or 0
         finally:
-            display.close()
             self.close()
+
+    def _train(self, interrupt: Interrupt, progress: Task) -> int | None:
+        """To the last step, or the exit code of a signal or time limit before it."""
+        config, validated = self.config.train, self._take_up_validation()
+        try:
+            while not validated or self.state.step < config.steps:
+                if validated:
+                    row = self.optimizer_step()
+                    told = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  MFU {row['mfu']:.1%}"
+                    progress.reach(self.state.step, told)
+                    if self.state.step == config.steps:
+                        say(f"step {config.steps}/{config.steps}  {told}")
+                    validated = not self._is_due()
+                self.check()
+                improved = not validated and self.validate()
+                validated, last, code = True, self.state.step == config.steps, interrupt.exit_code
+                if last or improved or code is not None or self.state.step % config.checkpoint_every == 0:
+                    self.save()
+                self.check()
+                if code is not None and not last:
+                    say(self._leave(None))
+                    return code
+        except Stopped as stop:
+            self.optimizer.zero_grad(set_to_none=True)
+            say(self._leave(interrupt.signal))
+            self._draw()
+            return stop.code
+        return None
+
+    def _is_due(self) -> bool:
+        """Whether a validation belongs to the step that was taken last."""
+        step, config = self.state.step, self.config.train
+        return step > 0 and (step == config.steps or step % config.eval_every == 0)
+
+    def _take_up_validation(self) -> bool:
+        """False where a signal has broken off the validation of the step that the run goes on from. One that was done
+        after the checkpoint was written counts as it did then."""
+        if not self._is_due():
+            return True
+        losses = [
+            r["loss"] for r in read_metrics(self.log.path) if r["kind"] == "eval" and r["step"] == self.state.step
+        ]
+        if losses:
+            self._count(losses[-1])
+        return bool(losses)
+
+    def _count(self, loss: float) -> bool:
+        """Whether a validation's loss is the best so far, which the state then knows."""
+        best = self.state.best_loss
+        improved = best is None or loss < best
+        if improved:
+            self.state.best_loss, self.state.best_step = loss, self.state.step
+            if self.saved_step == self.state.step:
+                self.checkpoints.point(self.state)
+        return improved
+
+    def _leave(self, number: signal.Signals | None) -> str:
+        """Save and log that a signal, or else the time limit, ends the run; returns the last word. Once: where the main
+        thread is late, another one does it."""
+        with self.at_rest:
+            what = number.name if number else "max-time"
+            how = f"go on with --resume ({resume_command(self.out)})"
+            if not self.state.step:
+                return f"{what}: no step was finished; {how}"
+            self._checkpoint()
+            if not self.left:
+                self.left = True
+                self.log.write("event", self.state.step, event="signal", signal=what)
+            return f"{what}: saved step {self.state.step}; {how}"
 
     def close(self) -> None:
         """Let go of the folder; `run` does so itself."""
         self.log.close()
         self.lock.release()
 
-    def _say_start(self, display: Display) -> None:
+    def _say_start(self) -> None:
         model, split = self.config.model, self.val_split
         n = parameters(self.model)["total"]
-        display.say(
+        say(
             f"{self.config.name}: {model.method_name} {model.layout}, {n:,} parameters, {self.state.dtype} on "
             f"{self.device.type} ({torch.get_num_threads()} threads); peak {self.state.peak / 1e9:,.0f} GFLOP/s "
             f"({self.state.peak_source})"
@@ -173,19 +241,22 @@ class Trainer:
         lost = self.train_split.unreachable(model.context)
         if lost:
             bigrams += f"; {lost:,} training tokens are out of reach, in documents shorter than a window"
-        display.say(
+        say(
             f"data: {self.train_split.n_tokens:,} tokens to train on, {split.n_tokens:,} to validate on{bigrams}; "
             f"sha256 {self.data.meta['corpus_sha256'][:12]}"
         )
 
     def optimizer_step(self) -> dict[str, Any]:
         """Accumulate A slots, clip, update; returns the row it logged."""
+        if self.device.type != "cuda":
+            _ = self._slot_peak  # measured once, before anything changes
         start, config, step = time.perf_counter(), self.config, self.state.step
         rate = learning_rate(config.optim, step, config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         total, lm, depths = 0.0, 0.0, []
         for slot in range(config.n_slots):
+            self.check()
             depth = self.sampler(config.train.seed, step, slot)
             loss = self.slot_loss(step, slot)
             (loss.total / config.n_slots).backward()
@@ -198,21 +269,22 @@ class Trainer:
         if not torch.isfinite(norm):  # clipping by it would spoil every gradient, and hide where it came from
             self._stop_non_finite("gradient", config.n_slots - 1, depths)
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.optim.grad_clip, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        seconds = time.perf_counter() - start
-        self.state.step += 1
-        self.state.seconds += seconds
         tokens = config.train.tokens_per_step
         drawn = [Depth(steps, self.sampler.grad_steps) for steps in depths]
         flops = [training_flops(self.model, depth, config.model.context, config.train.stage) for depth in drawn]
-        row = {
-            "tokens": self.state.step * tokens, "loss": total, "loss_lm": lm, "aux": total - lm, "lr": rate,
-            "grad_norm": norm.item(), "depth": depths, "tokens_per_s": tokens / seconds,
-            "mfu": float(np.mean(flops)) * tokens / seconds / self.state.peak,
-            "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
-        }  # fmt: skip
-        self.log.write("train", self.state.step, **row)
+        with self.at_rest:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            seconds = time.perf_counter() - start
+            self.state.step += 1
+            self.state.seconds += seconds
+            row = {
+                "tokens": self.state.step * tokens, "loss": total, "loss_lm": lm, "aux": total - lm, "lr": rate,
+                "grad_norm": norm.item(), "depth": depths, "tokens_per_s": tokens / seconds,
+                "mfu": float(np.mean(flops)) * tokens / seconds / self.state.peak,
+                "seconds": self.state.seconds, "peak_bytes": self._peak_bytes(),
+            }  # fmt: skip
+            self.log.write("train", self.state.step, **row)
         return row
 
     def slot_loss(self, step: int, slot: int, ctx: LoopContext | None = None, depth: Depth | None = None) -> Loss:
@@ -252,57 +324,71 @@ class Trainer:
     @cached_property
     def _slot_peak(self) -> int:
         deepest = Depth(max(self.sampler.probabilities), self.sampler.grad_steps)
-        return training_peak(self.model, lambda: self.slot_loss(0, 0, depth=deepest).total)
+        with working("measuring the memory of a step"):
+            return training_peak(self.model, lambda: self.slot_loss(0, 0, depth=deepest).total)
 
-    def validate(self, display: Display) -> bool:
+    def validate(self) -> bool:
         """Validation loss at every depth, and the monitors; True where full depth is the best so far."""
         config, step, R = self.config, self.state.step, self.config.model.blocks.R
         result = evaluate(
             self.model, self.val_split, limit=config.train.eval_windows, batch_size=config.train.batch_size,
-            dtype=self.dtype,
+            dtype=self.dtype, between=self.check,
         )  # fmt: skip
         losses = result.loss_by_depth
         if bad := [k for k, loss in losses.items() if not np.isfinite(loss)]:
             offender = first_offender(self.model, lambda ctx: self.slot_loss(step, 0, ctx))
             self._stop(step, "validation loss", bad[:1], offender)
-        bits = result.bits_per_byte(R)
+        values = self._monitored() if R else {}
+        with self.at_rest:
+            self._log_validation(result, values)
+            return self._count(losses[R])
+
+    def _monitored(self) -> dict[str, list[float]]:
+        """What the monitors see in a pass over validation text."""
+        ids, _ = batch(self.val_split, seed=0, step=0, slot=0, rows=range(4), context=self.config.model.context)
+        return monitor(self.model, ids.to(self.device), self.dtype)
+
+    def _log_validation(self, result: Evaluation, values: dict[str, list[float]]) -> None:
+        step, R, routing = self.state.step, self.config.model.blocks.R, self.model.rule.routing
+        losses, bits = result.loss_by_depth, result.bits_per_byte(R)
         self.log.write(
             "eval", step, split="val", tokens=result.tokens, loss=losses[R],
             loss_by_depth={str(k): loss for k, loss in losses.items()}, bits_per_byte=bits,
-            **({"routing": self.model.rule.routing} if self.model.rule.routing else {}),
+            **({"routing": routing} if routing else {}),
         )  # fmt: skip
         depths = "  by depth  " + "  ".join(f"{k}: {loss:.4f}" for k, loss in losses.items()) if R else ""
-        display.say(f"step {step}  validation loss {losses[R]:.4f}  bits per byte {bits:.4f}{depths}")
+        say(f"step {step}  validation loss {losses[R]:.4f}  bits per byte {bits:.4f}{depths}")
         if R:
-            ids, _ = batch(self.val_split, seed=0, step=0, slot=0, rows=range(4), context=config.model.context)
-            values = monitor(self.model, ids.to(self.device), self.dtype)
             if not np.isfinite(np.concatenate(list(values.values()))).all():  # such as a gate that no loss reads
                 offender = first_offender(self.model, lambda ctx: self.slot_loss(step, 0, ctx))
                 self._stop(step, "monitored pass", [R], offender)
-            warnings = warnings_for(losses, values, self.model.rule.routing)
+            warnings = warnings_for(losses, values, routing)
             self.log.write("monitor", step, warnings=warnings, **values)
             for warning in warnings:
-                display.say(f"warning: {warning}")
-        best = self.state.best_loss
-        improved = best is None or losses[R] < best
-        if improved:
-            self.state.best_loss, self.state.best_step = losses[R], step
-        return improved
+                say(f"warning: {warning}")
 
     def save(self) -> None:
-        if self.saved_step == self.state.step:
-            return
-        self.checkpoints.save(self.model, self.optimizer, self.state)
-        self.saved_step = self.state.step
-        self.log.write("event", self.state.step, event="save")
-        self._draw()
+        if self._checkpoint():
+            self._draw()
+
+    def _checkpoint(self) -> bool:
+        """Whether there was anything to save."""
+        with self.at_rest:
+            if self.saved_step == self.state.step:
+                return False
+            with working("saving"):
+                self.checkpoints.save(self.model, self.optimizer, self.state)
+            self.saved_step = self.state.step
+            self.log.write("event", self.state.step, event="save")
+            return True
 
     def _draw(self) -> None:
         if self.drawn_step == self.state.step:
             return
         path = self.out / "curve.png"
         try:
-            draw_curve([self.out], path)
+            with working("drawing the curve"):
+                draw_curve([self.out], path)
         except Exception as error:  # whatever ails a picture, training goes on
             print(f"warning: {path} cannot be drawn ({' '.join(str(error).split())})", file=sys.stderr)
         self.drawn_step = self.state.step

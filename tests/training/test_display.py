@@ -1,13 +1,19 @@
 """What training shows while it goes on."""
 
 import io
+import sys
+import time
 
 import pytest
-from rich.console import Console
 from tiny import finish, rows, run_until
 
-import grt.console as log_module
-from grt.console import Display
+from grt import console
+from grt.train.loop import Trainer
+
+
+@pytest.fixture(autouse=True)
+def progress(monkeypatch):
+    monkeypatch.delenv("GRT_PROGRESS")
 
 
 def test_without_a_terminal_there_are_plain_lines(config, tmp_path, capsys):
@@ -24,44 +30,73 @@ def test_without_a_terminal_there_are_plain_lines(config, tmp_path, capsys):
     assert lines[2] == f"step 10  validation loss {losses['3']:.4f}  bits per byte {bits:.4f}  by depth  {by_depth}"
 
 
-def test_plain_lines_come_now_and_then(capsys, monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(log_module.time, "monotonic", lambda: now)
-    display = Display(steps=100, done=20)
-    for step in range(21, 101):
-        now += 4.0
-        display.update(step, 1.5, 1000.0, 0.25)
-    display.close()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == [f"step {step}/100" for step in range(24, 101, 4)]
-    assert lines[0] == "step 24/100  loss 1.5000  1,000 tokens/s  MFU 25.0%  left 304 s"
+def test_steps_are_told_now_and_then(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(console, "FIRST", 0.05)
+    monkeypatch.setattr(console, "PAUSE", 0.2)
+    real = Trainer.optimizer_step
+
+    def optimizer_step(trainer: Trainer) -> dict:
+        time.sleep(0.05)
+        return real(trainer)
+
+    monkeypatch.setattr(Trainer, "optimizer_step", optimizer_step)
+    finish(config, tmp_path / "run")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    told = [line for line in lines if " loss " in line]
+    assert len(told) >= 3 and len(lines) <= 30
+    done = [int(line.removeprefix("step ").partition("/")[0]) for line in told]
+    assert done == sorted(done)
+    assert all("/30" in line and " tokens/s  MFU " in line and "  left " in line for line in told)
+
+
+class Screen(io.StringIO):
+    """What a terminal would be sent."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """What a terminal would be sent."""
-    screen = io.StringIO()
-    monkeypatch.setattr(
-        log_module, "Output", lambda: Console(file=screen, force_terminal=True, width=150, highlight=False)
-    )
-    return screen
+    """Called in a test: puts one in the place of both streams."""
+
+    def open_screen() -> Screen:
+        screen = Screen()
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "150")
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(sys, "stderr", screen)
+        return screen
+
+    return open_screen
 
 
 def test_a_terminal_gets_a_progress_bar(config, tmp_path, terminal):
+    screen = terminal()
     finish(config, tmp_path / "run")
-    told = terminal.getvalue()
+    told = screen.getvalue()
     assert "\x1b[" in told and "30/30" in told and "tokens/s" in told and "MFU" in told
-    assert "step 30/30  loss" not in told and "step 20  validation loss" in told
+    assert "step 29/30" not in told and "step 20  validation loss" in told
     assert told.count("\x1b[?25l") == told.count("\x1b[?25h") == 1  # the cursor comes back
 
 
 def test_the_cursor_comes_back_after_a_crash(config, tmp_path, terminal):
+    screen = terminal()
     run_until(config, tmp_path / "run", 3)
-    assert terminal.getvalue().count("\x1b[?25h") == 1
+    assert screen.getvalue().count("\x1b[?25h") == 1
 
 
 def test_a_resumed_bar_starts_where_the_run_stands(config, tmp_path, terminal):
     run_until(config, tmp_path / "run", 5)
-    terminal.truncate(0)
+    screen = terminal()
     run_until(config, tmp_path / "run", 5, resume=True)
-    assert "5/30" in terminal.getvalue() and " 0/30" not in terminal.getvalue()
+    assert "5/30" in screen.getvalue() and " 0/30" not in screen.getvalue()
+
+
+def test_a_file_of_output_has_no_bars(config, tmp_path, terminal, monkeypatch):
+    """`grt train ... > log` in a terminal: results go to the file, the bar to the terminal."""
+    screen, log = terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", log)
+    finish(config, tmp_path / "run")
+    assert "step 20  validation loss" in log.getvalue() and "\x1b" not in log.getvalue()
+    assert "30/30" in screen.getvalue() and "validation loss" not in screen.getvalue()

@@ -16,7 +16,9 @@ from tiny import ROOT, environment, finish, result, rows, run_until, start
 from grt.cli import main
 from grt.config import dump
 from grt.errors import ConfigError
+from grt.presets import change
 from grt.runs.checkpoint import load_model
+from grt.train import interrupt, loop
 from grt.train.interrupt import Interrupt, parse_duration
 from grt.train.loop import Trainer
 
@@ -113,23 +115,130 @@ def drain(terminal: int, out: Path) -> None:
 def test_nohup_is_respected(config, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupt() as interrupt:
+        with Interrupt() as entered:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert interrupt.exit_code is None
+            assert entered.exit_code is None
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_during_a_validation_ends_the_run_after_it(config, tmp_path, monkeypatch):
-    def validate(trainer: Trainer, display) -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return real(trainer, display)
+def all_rows(out: Path) -> list[dict]:
+    """What must not depend on signals: steps, validations and monitors, but for times."""
+    kept = [row for kind in ("train", "eval", "monitor") for row in rows(out, kind)]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s", "mfu")} for row in kept]
 
-    real = Trainer.validate
-    monkeypatch.setattr(Trainer, "validate", validate)
-    assert Trainer(config, tmp_path / "run").run() == 143
-    assert newest(tmp_path / "run") == rows(tmp_path / "run", "eval")[-1]["step"] == 10
-    assert len(rows(tmp_path / "run", "train")) == 10
+
+@pytest.mark.parametrize("window", [1, 2, 8])
+@pytest.mark.parametrize("step", [10, 30])
+def test_a_signal_breaks_off_a_validation_and_the_resumed_run_repeats_it(config, tmp_path, monkeypatch, step, window):
+    """Also that of the last step. No row is written; what follows equals the run that nothing interrupted."""
+    config = change(config, train={"batch_size": 1, "tokens_per_step": 32})
+    finish(config, tmp_path / "straight")
+    out, real, seen = tmp_path / "run", loop.evaluate, []
+
+    def evaluate(model, split, *, between, **options):
+        def then_signal() -> None:
+            seen.append(trainer.state.step)
+            if seen.count(step) == window:
+                os.kill(os.getpid(), signal.SIGTERM)
+            between()
+
+        return real(model, split, between=then_signal, **options)
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    trainer = Trainer(config, out)
+    assert trainer.run() == 143
+    assert seen.count(step) == window and seen[-1] == step  # not a window more
+    assert newest(out) == rows(out, "train")[-1]["step"] == step
+    assert step not in [row["step"] for row in rows(out, "eval") + rows(out, "monitor")]
+    monkeypatch.setattr(loop, "evaluate", real)
+    finish(config, out, resume=True)
+    assert result(out) == result(tmp_path / "straight") and all_rows(out) == all_rows(tmp_path / "straight")
+    best = [(folder / "checkpoints" / "best").read_text() for folder in (out, tmp_path / "straight")]
+    assert best[0] == best[1]
+
+
+def test_a_signal_before_a_validation_that_is_due_does_not_wait_for_it(config, tmp_path, monkeypatch):
+    finish(config, tmp_path / "straight")
+    out, real = tmp_path / "run", Trainer.optimizer_step
+
+    def optimizer_step(trainer: Trainer) -> dict:
+        row = real(trainer)
+        if trainer.state.step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return row
+
+    monkeypatch.setattr(Trainer, "optimizer_step", optimizer_step)
+    assert Trainer(config, out).run() == 143
+    assert newest(out) == 10 and rows(out, "eval") == []
+    monkeypatch.setattr(Trainer, "optimizer_step", real)
+    trainer = Trainer(config, out, resume=True)  # and is killed when the validation is done, before it saves
+    monkeypatch.setattr(trainer, "optimizer_step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run()
+    assert [row["step"] for row in rows(out, "eval")] == [10]
+    trainer = finish(config, out, resume=True)
+    assert result(out) == result(tmp_path / "straight") and all_rows(out) == all_rows(tmp_path / "straight")
+    assert trainer.state.best_step == rows(out, "eval")[-1]["step"]
+
+
+def test_a_signal_ends_a_step_between_its_slots(config, tmp_path, monkeypatch):
+    """The step is thrown away, and repeated by the resumed run."""
+    finish(config, tmp_path / "straight")
+    out, real, slots = tmp_path / "run", Trainer.slot_loss, []
+
+    def slot_loss(trainer: Trainer, step: int, slot: int, *args, **options):
+        if (step, slot) == (12, 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        slots.append((step, slot))
+        return real(trainer, step, slot, *args, **options)
+
+    monkeypatch.setattr(Trainer, "slot_loss", slot_loss)
+    assert Trainer(config, out).run() == 143
+    assert slots[-1] == (12, 0) and newest(out) == 12
+    monkeypatch.setattr(Trainer, "slot_loss", real)
+    finish(config, out, resume=True)
+    assert result(out) == result(tmp_path / "straight") and all_rows(out) == all_rows(tmp_path / "straight")
+
+
+def deaf(arguments: list[str], mark: Path, grace: float) -> int:
+    """In a child: the command line, whose first slot of the fourth step is one call of a library that takes long, in
+    which Python does not get to handle a signal."""
+    real = Trainer.slot_loss
+    interrupt.GRACE = grace
+
+    def slot_loss(trainer: Trainer, step: int, slot: int, *args, **options):
+        if step == 3:
+            mark.touch()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # another thread gets it
+            time.sleep(60)
+        return real(trainer, step, slot, *args, **options)
+
+    Trainer.slot_loss = slot_loss
+    return command(arguments)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_pass_that_takes_too_long_is_not_waited_for(endless, tmp_path, number, code):
+    (tmp_path / "config.json").write_text(dump(endless))
+    out, mark, told = tmp_path / "run", tmp_path / "mark", tmp_path / "told"
+    process = start(deaf, ["train", f"--config={tmp_path / 'config.json'}", f"--out={out}"], mark, 0.3, stderr=told)
+    until(mark.exists)
+    began = time.monotonic()
+    os.kill(process.pid, number)
+    process.join(30)
+    assert process.exitcode == code and time.monotonic() - began < 5
+    assert told.read_text().splitlines()[-1] == (
+        f"{number.name}: saved step 3; go on with --resume (grt train --resume --out {out})"
+    )
+    check_saved_at_the_signal(endless, out, number.name)
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def stuck(arguments: list[str], mark: Path) -> int:
