@@ -4,6 +4,7 @@ Each check takes a document's text (and where its relative paths start) and retu
 """
 
 import ast
+import itertools
 import re
 import shlex
 import subprocess
@@ -188,6 +189,22 @@ def test_document_keeps_its_promises(document, check):
         pytest.skip(f"{document} is not written yet")
     complaints = check(path.read_text(encoding="utf-8"), ROOT)
     assert not complaints, "\n".join(complaints)
+
+
+def test_no_two_commands_of_the_readme_write_into_one_place_and_git_keeps_out_of_it():
+    """As a user runs them, from top to bottom in a clone; what commands write by default counts too."""
+    written = ["dial.png", "halting.png", "compare.png"]
+    for words in command_lines((ROOT / "README.md").read_text(encoding="utf-8")):
+        out = [b for a, b in itertools.pairwise(words) if a == "--out"] + (
+            words[3:4] if words[1:2] == ["export"] else []
+        )
+        if "--resume" not in words:
+            written += [path for path in out if path != "compare.png"]
+    assert len(written) == len(set(written)) > 8, written
+    ignored = subprocess.run(
+        ["git", "-C", str(ROOT), "check-ignore", *written], check=False, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert ignored == written
 
 
 def test_the_readme_shows_how_to_use_it():

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "console": {"errors"},
-    "device": {"errors"},
+    "device": {"errors", "files"},
     "schema": {"errors"},
     "config": {"errors", "schema"},
     "presets": {"errors", "config"},

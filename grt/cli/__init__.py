@@ -86,7 +86,8 @@ def dispatch(arguments: list[str]) -> int:
     from grt.console import watching
     from grt.train.interrupt import Signals
 
-    with Signals(), watching(f"grt {name}"):
+    what = rest[:1] if name in ("bench", "paper") else []
+    with Signals(), watching(" ".join(["grt", name, *what])):
         command = importlib.import_module(f"grt.cli.{name}")  # here, so that no other command costs time
         return getattr(command, f"run_{name}")(rest)
 

@@ -97,10 +97,11 @@ def read_metrics(path: Traversable) -> list[dict[str, Any]]:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop what was logged after `step`, and what is no row: a resumed run writes those steps again."""
+    """Drop what was logged after `step`, and what is no row: a resumed run writes those steps again. The validation
+    of a run that stopped before its first one goes too: a run that was never stopped has none."""
     if not path.exists():
         return
-    kept = [row for row in read_metrics(path) if row["step"] <= step]
+    kept = [row for row in read_metrics(path) if row["step"] <= step and not row.get("early")]
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with named_errors(path):
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")

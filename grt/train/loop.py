@@ -6,6 +6,7 @@ resumed run repeats the interrupted one bit for bit, and evaluating changes noth
 
 import contextlib
 import hashlib
+import math
 import signal
 import sys
 import threading
@@ -43,6 +44,8 @@ from grt.train.optim import learning_rate, make_optimizer
 from grt.train.resume import changed_environment, restore, text_of
 from grt.train.stage import enter_stage
 from grt.train.start import load_initial
+
+EARLY = 2.0  # seconds that a signal leaves for a validation where there was none yet
 
 
 def slot_seed(seed: int, step: int, slot: int, rank: int = 0) -> int:
@@ -174,14 +177,35 @@ class Trainer:
                     self.save()
                 self.check()
                 if code is not None and not last:
-                    say(self._leave(None))
-                    return code
+                    word = self._leave(None)
+                    self._validate_early(math.inf)
+                    say(word)
+                    return interrupt.exit_code
         except Stopped as stop:
             self.optimizer.zero_grad(set_to_none=True)
-            say(self._leave(interrupt.signal))
+            word = self._leave(interrupt.signal)
+            self._validate_early(EARLY)
+            say(word)
             self._draw()
             return stop.code
         return None
+
+    def _validate_early(self, seconds: float) -> None:
+        """Of a run that leaves before its first validation, so that short runs compare too; given up after `seconds`.
+        It decides nothing, and a resumed run forgets it."""
+        if not self.state.step or self._is_due() or any(row["kind"] == "eval" for row in read_metrics(self.log.path)):
+            return
+        end, check = time.monotonic() + seconds, self.check
+
+        def late() -> None:
+            if time.monotonic() > end:
+                raise Stopped(signal.SIGTERM)
+            if seconds == math.inf:
+                check()
+
+        self.check = late
+        with contextlib.suppress(Stopped):
+            self.validate(early=True)
 
     def _is_due(self) -> bool:
         """Whether a validation belongs to the step that was taken last."""
@@ -327,8 +351,9 @@ class Trainer:
         with working("measuring the memory of a step"):
             return training_peak(self.model, lambda: self.slot_loss(0, 0, depth=deepest).total)
 
-    def validate(self) -> bool:
-        """Validation loss at every depth, and the monitors; True where full depth is the best so far."""
+    def validate(self, early: bool = False) -> bool:
+        """Validation loss at every depth, and the monitors; True where full depth is the best so far, as an early
+        one never is."""
         config, step, R = self.config, self.state.step, self.config.model.blocks.R
         result = evaluate(
             self.model, self.val_split, limit=config.train.eval_windows, batch_size=config.train.batch_size,
@@ -340,21 +365,21 @@ class Trainer:
             self._stop(step, "validation loss", bad[:1], offender)
         values = self._monitored() if R else {}
         with self.at_rest:
-            self._log_validation(result, values)
-            return self._count(losses[R])
+            self._log_validation(result, values, early)
+            return not early and self._count(losses[R])
 
     def _monitored(self) -> dict[str, list[float]]:
         """What the monitors see in a pass over validation text."""
         ids, _ = batch(self.val_split, seed=0, step=0, slot=0, rows=range(4), context=self.config.model.context)
         return monitor(self.model, ids.to(self.device), self.dtype)
 
-    def _log_validation(self, result: Evaluation, values: dict[str, list[float]]) -> None:
+    def _log_validation(self, result: Evaluation, values: dict[str, list[float]], early: bool) -> None:
         step, R, routing = self.state.step, self.config.model.blocks.R, self.model.rule.routing
-        losses, bits = result.loss_by_depth, result.bits_per_byte(R)
+        losses, bits, mark = result.loss_by_depth, result.bits_per_byte(R), {"early": True} if early else {}
         self.log.write(
             "eval", step, split="val", tokens=result.tokens, loss=losses[R],
             loss_by_depth={str(k): loss for k, loss in losses.items()}, bits_per_byte=bits,
-            **({"routing": routing} if routing else {}),
+            **({"routing": routing} if routing else {}), **mark,
         )  # fmt: skip
         depths = "  by depth  " + "  ".join(f"{k}: {loss:.4f}" for k, loss in losses.items()) if R else ""
         say(f"step {step}  validation loss {losses[R]:.4f}  bits per byte {bits:.4f}{depths}")
@@ -363,7 +388,7 @@ class Trainer:
                 offender = first_offender(self.model, lambda ctx: self.slot_loss(step, 0, ctx))
                 self._stop(step, "monitored pass", [R], offender)
             warnings = warnings_for(losses, values, routing)
-            self.log.write("monitor", step, warnings=warnings, **values)
+            self.log.write("monitor", step, warnings=warnings, **values, **mark)
             for warning in warnings:
                 say(f"warning: {warning}")
 

@@ -1,5 +1,6 @@
 """Signals and time limits: a run that is told to end saves and says how to go on."""
 
+import json
 import os
 import pty
 import select
@@ -16,8 +17,10 @@ from tiny import ROOT, environment, finish, result, rows, run_until, start
 from grt.cli import main
 from grt.config import dump
 from grt.errors import ConfigError
+from grt.evals.loss import evaluate
 from grt.presets import change
 from grt.runs.checkpoint import load_model
+from grt.runs.compare import comparison_report
 from grt.train import interrupt, loop
 from grt.train.interrupt import Interrupt, parse_duration
 from grt.train.loop import Trainer
@@ -160,18 +163,11 @@ def test_a_signal_breaks_off_a_validation_and_the_resumed_run_repeats_it(config,
 
 def test_a_signal_before_a_validation_that_is_due_does_not_wait_for_it(config, tmp_path, monkeypatch):
     finish(config, tmp_path / "straight")
-    out, real = tmp_path / "run", Trainer.optimizer_step
-
-    def optimizer_step(trainer: Trainer) -> dict:
-        row = real(trainer)
-        if trainer.state.step == 10:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return row
-
-    monkeypatch.setattr(Trainer, "optimizer_step", optimizer_step)
-    assert Trainer(config, out).run() == 143
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(10, patch)
+        assert Trainer(config, out).run() == 143
     assert newest(out) == 10 and rows(out, "eval") == []
-    monkeypatch.setattr(Trainer, "optimizer_step", real)
     trainer = Trainer(config, out, resume=True)  # and is killed when the validation is done, before it saves
     monkeypatch.setattr(trainer, "optimizer_step", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -294,6 +290,51 @@ def test_max_time_saves_and_leaves_with_0(config, tmp_path):
     assert newest(out) == 2
     assert run_for(config, out, resume=True, seconds=10**4) == 0
     assert result(out) == result(tmp_path / "straight")
+
+
+def stop_after(step: int, monkeypatch) -> None:
+    """SIGTERM comes during that step of every run."""
+    real = Trainer.optimizer_step
+
+    def optimizer_step(trainer: Trainer) -> dict:
+        row = real(trainer)
+        if trainer.state.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return row
+
+    monkeypatch.setattr(Trainer, "optimizer_step", optimizer_step)
+
+
+@pytest.mark.parametrize("how", ["max-time", "signal"])
+def test_a_run_that_stops_before_its_first_validation_validates_once(config, tmp_path, how, monkeypatch):
+    finish(config, tmp_path / "straight")
+    out, seconds = tmp_path / "run", 0 if how == "max-time" else 10**4
+    with monkeypatch.context() as patch:
+        if how == "signal":
+            stop_after(2, patch)
+        assert run_for(config, out, seconds) == (0 if how == "max-time" else 143)
+    (row,) = rows(out, "eval")
+    step = newest(out)
+    assert row["step"] == step < 10 and row["early"] is True
+    model, _ = load_model(out)
+    other = Trainer(config, tmp_path / "other")
+    split = other.val_split
+    limit = {"limit": config.train.eval_windows, "batch_size": config.train.batch_size}
+    assert row["loss"] == evaluate(model, split, **limit).loss_by_depth[3]
+    other.close()
+    (compared,) = comparison_report([out], "tokens", tmp_path / "c.png")["rows"]
+    assert compared["loss"] == row["loss"]
+    assert json.loads((out / f"checkpoints/step-{step:08d}/state.json").read_text())["best_loss"] is None
+    assert run_for(config, out, resume=True, seconds=10**4) == 0
+    assert result(out) == result(tmp_path / "straight")
+    assert rows(out, "eval") == rows(tmp_path / "straight", "eval")
+
+
+def test_a_validation_that_takes_long_is_given_up_at_a_signal(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "EARLY", 0.0)
+    stop_after(2, monkeypatch)
+    assert run_for(config, tmp_path / "run", 10**4) == 143
+    assert rows(tmp_path / "run", "eval") == [] and newest(tmp_path / "run") == 2
 
 
 @pytest.mark.parametrize(
