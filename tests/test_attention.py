@@ -1,5 +1,7 @@
 """The faster attention of bf16 training on a CPU against torch's kernel in float32."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -60,6 +62,18 @@ def test_only_short_bf16_training_leaves_the_kernel(kernel, T, dtype, training, 
     with torch.set_grad_enabled(training):
         attend(*heads(T, dtype))
     assert len(kernel) == fused
+
+
+@torch.no_grad()
+def test_decoding_in_bf16_without_amx_computes_in_float32(monkeypatch):
+    """So that bf16 rounds what comes out, and nothing before it."""
+    monkeypatch.setattr(block, "HAS_AMX", False)
+    q, k, v = heads(17, torch.bfloat16)
+    scores = (q.double() @ k.double().mT / 4).masked_fill(~torch.ones(17, 17, dtype=torch.bool).tril(), -math.inf)
+    y = attend(q, k, v)
+    assert y.dtype == torch.bfloat16
+    want = scores.softmax(-1) @ v.double()
+    torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=1e-6)  # what bf16 rounds once, at the end
 
 
 def test_a_bf16_loss_is_as_near_to_float32_as_with_the_kernel(tiny, monkeypatch):

@@ -159,7 +159,9 @@ def test_any_chunking_is_the_same(tiny, ids, method, strategy, chunks):
 
 @some_cases
 @pytest.mark.parametrize(
-    "depths", [[3] * 5 + [1, 3, 2, 3, 1, 2, 3], [2] * 5 + [3, 3, 1, 1, 3, 3, 3]], ids=["prompt3", "prompt2"]
+    "depths",
+    [[3] * 5 + [1, 3, 2, 3, 1, 2, 3], [2] * 5 + [3, 3, 1, 1, 3, 3, 3], [1, 3, 2, 1, 3] + 7 * [3]],
+    ids=["prompt3", "prompt2", "mixed"],
 )
 def test_the_depth_may_change_in_mid_sequence(tiny, ids, method, strategy, depths):
     """A token that ran fewer steps is read at its deepest one by tokens that run more."""
@@ -189,6 +191,18 @@ def test_rollback_then_redo_never_happened(tiny, ids, method, strategy, tokens):
     torch.testing.assert_close(again, straight[:, 10 - tokens :], **EXACT)
 
 
+@some_cases
+def test_a_prompt_taken_back_leaves_no_trace(tiny, ids, method, strategy):
+    """Not even where padding comes to stand in the place of tokens."""
+    model, cache = tiny(method), make(tiny(method), strategy)
+    real = torch.arange(12) >= torch.tensor([[0], [2]])
+    cached(model, ids.flip(1)[:, :PROMPT], cache, [PROMPT])
+    cache.rollback(PROMPT)
+    got = cached(model, ids, cache, [3, 2] + 7 * [1], real=real)
+    want = cached(model, ids, make(model, strategy), [3, 2] + 7 * [1], real=real)
+    torch.testing.assert_close(got, want, **EXACT)
+
+
 @every_case
 def test_each_row_of_a_padded_batch_is_the_row_alone(tiny, ids, method, strategy):
     model, pads = tiny(method), (3, 0, 1)
@@ -208,10 +222,11 @@ def test_each_row_of_a_padded_batch_is_the_row_alone(tiny, ids, method, strategy
 @some_cases
 def test_reordered_rows(tiny, ids, method, strategy):
     model, cache = tiny(method), make(tiny(method), strategy)
-    cached(model, ids[:, :8], cache, [PROMPT] + 3 * [1])
+    real = torch.arange(12) >= torch.tensor([[0], [2]])
+    cached(model, ids[:, :8], cache, [PROMPT] + 3 * [1], real=real)
     cache.reorder(torch.tensor([1, 1, 0]))
     got = cached(model, ids[[1, 1, 0], 8:], cache, 4 * [1], prompt=-1)
-    want = cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1])[:, 8:]
+    want = cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1], real=real)[:, 8:]
     torch.testing.assert_close(got, want[[1, 1, 0]], **EXACT)
 
 
@@ -235,13 +250,57 @@ def test_a_cache_that_grows_keeps_what_it_holds(tiny, ids, method, strategy, rea
 
 @every_case
 def test_a_cleared_cache_is_a_new_one(tiny, ids, method, strategy):
+    """Without the padding that it had, too."""
     model, cache = tiny(method), make(tiny(method), strategy)
-    cached(model, ids.flip(1), cache, [PROMPT] + 6 * [1])
+    real = torch.arange(12) >= torch.tensor([[0], [2]])
+    cached(model, ids.flip(1), cache, [PROMPT] + 6 * [1], real=real)
     size = cache.nbytes
     cache.clear()
     got = cached(model, ids, cache, [PROMPT] + 7 * [1])
     torch.testing.assert_close(got, cached(model, ids, make(model, strategy), [PROMPT] + 7 * [1]), **EXACT)
     assert cache.nbytes == size or method in ROUTED  # whose room grows with need
+
+
+# What it holds
+
+TOKEN = 2 * 2 * 16 * 8  # bytes: keys and values of two rows of width 16 in float64
+
+
+@pytest.mark.parametrize(
+    ("method", "strategy", "tokens", "prompt"),
+    [
+        ("grt", "full", 12 * (2 + 2 * 3), 0),  # prelude and coda, and two blocks of three steps
+        ("grt", "first", 12 * (2 + 2) + 2, 5 * 2 * 3),  # K_1 of the token in progress; all steps of the prompt
+        ("grt", "last", 12 * (2 + 2), 5 * 2 * 3),
+        ("grt", "mean", 12 * (2 + 2) + 2, 5 * 2 * 3),  # the sums of the token in progress
+        ("grt", "mod:2", 12 * (2 + 2 * 2), 5 * 2 * 3),
+        ("grt", "mod:7", 12 * (2 + 2 * 3), 5 * 2 * 3),  # three steps need no more than three slots
+        ("grt", "first:all", 12 * (2 + 2), 0),
+        ("mor", "full", 12 * 2 + 2 * (12 + 8 + 4), 0),  # a third fewer tokens from step to step
+        ("mor", "first", 12 * 2 + 2 * 12, 2 * (8 + 4)),
+    ],
+)
+def test_bytes_of_keys_and_values(tiny, method, strategy, tokens, prompt):
+    cache = make(tiny(method), strategy)
+    assert cache.nbytes == (tokens + prompt) * TOKEN
+    cache.begin(1)
+    cache.commit()
+    assert cache.nbytes == tokens * TOKEN
+
+
+def test_means_of_bf16_are_taken_in_float32(tiny):
+    """Over the steps of the prompt's tokens and of a decoded one: rounded once, at the end."""
+    cache, generator = make(tiny(dtype=torch.bfloat16), "mean"), torch.Generator().manual_seed(3)
+    for new in (PROMPT, 1):
+        cache.begin(new)
+        given = torch.randn(3, 2, 2, 2, new, 8, generator=generator).bfloat16()  # step, K or V, (B, H, m, c)
+        for step, (k, v) in enumerate(given):
+            for block in (0, 1):
+                cache.extend(("core", block, step), k, v)
+        cache.commit()
+        want = given.double().mean(0).bfloat16()
+        for (slot,) in cache.core.slots:
+            assert torch.equal(slot[..., cache.length - new : cache.length, :], want)
 
 
 # What is refused
@@ -264,6 +323,24 @@ def test_a_cleared_cache_is_a_new_one(tiny, ids, method, strategy):
 def test_sizes_that_make_no_sense(tiny, sizes, message):
     with pytest.raises(ValueError, match=message):
         KVCache(tiny(), **{"batch": 2, "capacity": 12} | sizes)
+
+
+def test_more_tokens_than_there_is_room_for(tiny):
+    cache = make(tiny(), "full")
+    with pytest.raises(ConfigError, match="the cache has room for 5 tokens of prompt, and 6 are needed"):
+        cache.begin(6)
+    cache.begin(5)
+    cache.commit()
+    cache.begin(7)
+    with pytest.raises(ConfigError, match="the cache has room for 12 tokens, and 13 are needed"):
+        cache.begin(1)
+
+
+def test_gradients_are_refused(tiny):
+    with torch.inference_mode(False), torch.enable_grad():
+        cache = make(tiny(), "full")
+        with pytest.raises(ConfigError, match="a cache keeps no gradients: decode under torch.inference_mode"):
+            cache.begin(1)
 
 
 def test_a_dense_model_has_no_depth(tiny):

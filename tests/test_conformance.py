@@ -76,6 +76,24 @@ def test_shorter_sequences(tiny, ids, method, layout):
         model(torch.zeros(1, 13, dtype=torch.long))
 
 
+@every_method
+def test_equal_tokens_are_told_apart_by_their_positions(tiny, method, layout):
+    logits = tiny(method, layout)(torch.full((1, 12), 5))[0]
+    assert len({tuple(row) for row in logits.tolist()}) == 12
+
+
+@every_method
+def test_a_padded_row_is_the_row_alone(tiny, ids, method, layout):
+    """Its positions count from its first token, and padding, which sees nothing, spoils nothing: not even where the
+    probabilities are formed for a tap."""
+    model, pad = tiny(method, layout), 5
+    real = torch.arange(12) >= torch.tensor([[0], [pad]])
+    for taps in ({}, {"attention": lambda x, ctx: None}):
+        logits = model(ids, ctx=LoopContext(taps=taps, real=real))
+        torch.testing.assert_close(logits[:1], model(ids[:1]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(logits[1:, pad:], model(ids[1:, pad:]), rtol=0, atol=1e-12)
+
+
 @recurrent
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_depth_k_is_a_prefix_of_depth_R(tiny, ids, method, dtype):
@@ -103,8 +121,9 @@ def test_recording_changes_nothing(tiny, ids, method, layout, training):
     tapped = states_of(model, ids, model.config.blocks.R, taps)
     assert all(map(torch.equal, plain, tapped))
     assert [x[1] for x in seen if x[0] == "anchor"] == [-1]
-    recorded = [(step, x) for name, step, x in seen if name == "state"]
-    assert [step for step, _ in recorded] == list(range(model.config.blocks.R))
+    for tapped_once_a_step in ("input", "proposal", "state"):
+        recorded = [(step, x) for name, step, x in seen if name == tapped_once_a_step]
+        assert [step for step, _ in recorded] == list(range(model.config.blocks.R)), tapped_once_a_step
     assert all(torch.equal(x, h) for (_, x), h in zip(recorded, plain[1:], strict=True))
 
 
@@ -157,6 +176,13 @@ def test_every_parameter_learns(tiny, ids, method, layout):
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.01 * p.grad
+
+
+def test_auxiliary_losses_are_added(tiny, ids):
+    model = tiny("ladder")
+    plain = model.loss(ids, ids.roll(-1, 1), Depth(2))
+    more = model.loss(ids, ids.roll(-1, 1), Depth(2), LoopContext(aux=[torch.tensor(0.5), torch.tensor(0.25)]))
+    assert plain.total == plain.lm == more.lm and more.total.item() == pytest.approx(plain.lm.item() + 0.75, rel=1e-6)
 
 
 @recurrent

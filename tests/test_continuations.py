@@ -169,6 +169,9 @@ def test_batches_hold_each_pair_once_and_fit_the_context(monkeypatch):
         lengths = [sum(map(len, pairs[i])) for batch in made for i in batch]
         assert lengths == sorted(lengths, reverse=True)
     assert len(list(batches(pairs, None, T))) > 3 and list(batches([], 4, T)) == []
+    longest = Pair([1] * 5, [2] * (T - 4))  # T + 1 tokens, of which the model reads all but the last
+    assert list(batches([longest] * 3, 2, T)) == [[0, 1], [2]]
+    assert [len(batch) for batch in batches([longest] * 3, None, T)] == [3]  # 3 x 12 of at most 40
 
 
 def test_where_memory_is_short_batches_are_halved():

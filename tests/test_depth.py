@@ -184,9 +184,11 @@ def test_depths_inside_the_trained_range_pass_in_silence(tiny):
     assert told == []
 
 
-def test_depth_beyond_training_warns_once(tiny):
-    with pytest.warns(UserWarning, match="depth 4 is beyond the 3 steps") as told:
-        tiny().check_depth(4, least=0)
+@pytest.mark.parametrize("steps", [4, 192])
+def test_depth_beyond_training_warns_once(tiny, steps):
+    """The deepest too, 64 times R."""
+    with pytest.warns(UserWarning, match=f"depth {steps} is beyond the 3 steps") as told:
+        tiny().check_depth(steps, least=0)
     assert len(told) == 1
 
 

@@ -150,6 +150,16 @@ def test_gradient_of_the_split_projections(tiny, ids):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_a_projection_that_is_no_plain_linear_is_called_as_it_is(tiny, ids):
+    """As an adapter would be: on the state and the anchor side by side, in the equation's order."""
+    model = tiny()
+    want = grt_forward(parameters(model), model.config, ids, R, torch.zeros(R), torch.zeros(R))[3]
+    model.rule.proj, called = torch.nn.Sequential(model.rule.proj), []
+    model.rule.proj.register_forward_hook(lambda module, given, y: called.append(given[0].shape))
+    torch.testing.assert_close(model(ids), want, **EXACT)
+    assert called == [(2, 12, 32)] * R
+
+
 def test_loss_is_mean_cross_entropy(tiny, ids):
     model = tiny()
     targets = ids.roll(-1, 1)

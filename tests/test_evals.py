@@ -44,6 +44,7 @@ def test_equals_the_naive_mean_at_every_depth(tiny, split, method, layout):
     for k, loss in result.loss_by_depth.items():
         assert loss == pytest.approx(naive_loss(model, TOKENS, k, 8), rel=1e-6)
     assert len(set(result.loss_by_depth.values())) == R + 1
+    assert result.deepest == result.loss_by_depth[R]
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -12,6 +12,7 @@ from grt.bench.halting import against_fixed, bench_halting, bootstrap, measured
 from grt.errors import ConfigError
 from grt.evals.early_exit import calibrate, halted_loss
 from grt.evals.loss import evaluate
+from grt.exits.kept import result_of
 from grt.exits.policies import POLICIES, Exit, FixedDepth
 from grt.methods import METHODS
 from grt.model import cost
@@ -71,6 +72,15 @@ def test_fixed_depths_are_those_of_the_evaluation(make, split):
         assert halted.shares == {k: 1.0} and halted.mean_depth == k and len(halted.nats) == 33
         want = cost.executed_flops(model, k, 12) + cost.head_flops(model.config)
         assert cost.halting_flops(model, halted.shares, 12, reads_out=False) == pytest.approx(want)
+
+
+def test_what_is_said_of_an_exit(make, split):
+    """FLOPs are those of a full window, which attention adds to; by hand for plain tying: 2 + 2 blocks and the head."""
+    model = make("ladder", "1+1x4+1", dtype=torch.float32)
+    exit = Exit.of(model, FixedDepth(2), 3)
+    said = result_of(model, exit, halted_loss(model, split, exit, limit=2))
+    assert said["steps"] == 3 and said["mean_depth"] == 2 and said["depth_shares"] == {"2": 1.0}
+    assert said["flops_per_token"] == 4 * (24 * 16**2 + 4 * 12 * 16) + 2 * 16 * 23
 
 
 def test_a_budget_in_evaluation(make, split):
@@ -153,6 +163,12 @@ def test_a_threshold_is_kept_with_the_run(document, refused, run, tmp_path):
         (run / "exits.json").read_text()
     )
     assert "exit top1 has no threshold" in refused("generate", run, "--exit", "top1")
+    asked = ("calibrate", run, "--exit", "kl", "--windows", "4", "--out", tmp_path / "new")
+    shallow = document(*asked, "--mean-depth", "2", "--depth", "2")
+    assert shallow["steps"] == 2 and shallow["depth_shares"].keys() <= {"1", "2"}
+    assert shallow["loss_of_all_steps"] == pytest.approx(
+        document("eval", run, "--windows", "4")["loss_by_depth"]["2"], rel=1e-6
+    )
 
 
 def test_a_threshold_of_another_step_warns(document, run):
@@ -185,6 +201,7 @@ def test_each_mistake_has_its_sentence(refused, run, tmp_path):
         ("either --mean-depth or --loss-increase", "calibrate", "--exit", "kl"),
         ("either --mean-depth or", "calibrate", "--exit", "kl", "--mean-depth", "2", "--loss-increase", "1"),
         ("--mean-depth is 0.5: it must lie between 1 and", "calibrate", "--exit", "kl", "--mean-depth", "0.5"),
+        ("--mean-depth is 3.5: it must lie between 1 and the 3", "calibrate", "--exit", "kl", "--mean-depth", "3.5"),
         ("--loss-increase is -1: it must be", "calibrate", "--exit", "kl", "--loss-increase", "-1"),
         ("windows is 0", "calibrate", "--exit", "kl", "--mean-depth", "2", "--windows", "0"),
         ("missing: --exit POLICY", "calibrate"),

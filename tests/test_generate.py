@@ -40,6 +40,13 @@ def test_greedy_is_the_argmax_of_the_full_forward(tiny, method, layout):
     assert got == greedy_by_hand(model, PROMPT, 25) and len(set(got)) > 1
 
 
+def test_a_broken_model_is_one_clear_sentence(model):
+    model.ln_f.bias.data[3] = torch.nan
+    for options in ({"temperature": 0}, {"seed": 1}, {"temperature": 0, "crop": True}):
+        with pytest.raises(ConfigError, match="the model's logits are not finite: its weights are broken"):
+            text(model, **options)
+
+
 def test_a_long_prompt_uses_its_last_tokens(model):
     long = [i % 23 for i in range(0, 200, 7)]
     for options in ({"temperature": 0, "crop": True}, {"seed": 5, "crop": True}):

@@ -123,6 +123,25 @@ def test_every_way_of_sharing_is_the_slow_loop(tiny, ids, strategy, name):
     torch.testing.assert_close(logits[1], oracle.run(ids[1], depths[1].tolist()), **EXACT)
 
 
+@pytest.mark.parametrize("strategy", ["full", "first", "last", "mean", "mod:2", "mod:3", "first:all"])
+def test_tokens_of_a_prompt_leave_at_any_depths(tiny, ids, strategy):
+    """Given ones: the keys of the step that a token left at are those of all steps behind it."""
+    model, depths = tiny("grt", "1+1x4+1"), torch.tensor([[2, 4, 1, 3, 2], [3, 1, 4, 2, 4]])
+    exit = Exit.of(model, FixedDepth(4))
+    cache = halting_cache(model, exit, 2, 9, strategy=strategy, prompt=PROMPT)
+    logits, ran = run_halting(model, ids[:, :PROMPT], LoopContext(cache=cache), exit, most=depths)
+    cache.commit()
+    rest = []
+    for t in range(PROMPT, 9):
+        rest.append(run_halting(model, ids[:, t : t + 1], LoopContext(cache=cache), exit)[0])
+        cache.commit()
+    got = torch.cat([logits, *rest], 1)
+    assert torch.equal(ran, depths)
+    for row in (0, 1):
+        want = Oracle(model, strategy).run(ids[row, :9], [*depths[row].tolist(), 4, 4, 4, 4])
+        torch.testing.assert_close(got[row], want, **EXACT)
+
+
 @every_policy
 def test_in_single_precision_within_1e_5(tiny, ids, method, name):
     model = tiny(method, "1+1x4+1", spread=0.3)
@@ -167,6 +186,21 @@ def test_scores_are_what_their_file_says(tiny, ids):
             torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("policy", "leaves"),
+    [
+        (POLICIES["state"](0.5), [True, False, False]),  # below the threshold
+        (POLICIES["q"](0.5), [False, True, True]),  # where it is reached
+        (POLICIES["q"](1.0), [False, False, False]),  # never, however the sum is rounded
+        (POLICIES["top1"](1), [False, False, True]),
+    ],
+    ids=str,
+)
+def test_a_threshold_is_met_exactly(policy, leaves):
+    scores = torch.tensor([0.25, 0.5, 1.0])
+    assert policy.leaving(scores).tolist() == leaves
+
+
 def test_a_learned_exit_is_the_methods_own(tiny, ids):
     model = tiny("ouro", "1+1x4+1", spread=0.3)
     for q in (0.0, 0.3, 0.6, 0.8, 1.0):
@@ -204,6 +238,7 @@ def test_rows_of_a_batch_are_rows_alone(tiny, ids, name, kv):
         if turn == 4:
             together.keep([0, 2])
             live, logits = [0, 2], logits[[0, 2]]
+            assert together.depths == [alone[row].depths[0] for row in live]
         tokens = (ids[:, turn].repeat(2)[live] + turn) % 23
         logits = together.step(tokens)
         for token, row in zip(tokens, live, strict=True):
@@ -221,6 +256,10 @@ def test_a_text_in_pieces_and_twice(tiny, ids):
     decoder.restart(rows)
     torch.testing.assert_close(decoder.prefill(chunk=3), logits, **EXACT)
     assert max(decoder.depths) <= 2
+    decoder = HaltingDecoder(model, rows, 4, Exit.of(model, None, budget=2))
+    whole = decoder.prefill()
+    decoder.restart(rows)
+    torch.testing.assert_close(decoder.prefill(chunk=3), whole, **EXACT)  # the budget is not of the pieces' last ones
 
 
 def test_without_leaving_it_is_the_ordinary_decoder(tiny, ids):
@@ -260,6 +299,9 @@ def test_a_budget_is_each_rows_own(tiny):
     assert spent.most().tolist() == [4, 2]
     spent.keep(torch.tensor([1]))
     assert spent.most().tolist() == [2]
+    spent = Spent(Exit(FixedDepth(4), 4, 1.4), 1, torch.device("cpu"))
+    spent.tokens, spent.steps = 44, torch.tensor([61])
+    assert 1.4 * 45 < 63 and spent.most().tolist() == [2]  # of the 63 steps that 45 tokens may take, but for rounding
 
 
 def test_generate_takes_an_exit(tiny, ids):

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from grt.backbone.context import LoopContext
 from grt.backbone.head import FEW, largest_again, logits_for_decoding
+from grt.cache.kv import KVCache
 from grt.cpu import kernels
 from grt.decode.decoder import Decoder
 from grt.decode.quantize import keep_weights, kept
@@ -72,6 +74,14 @@ def test_decoders_say_float32(tiny, weights) -> None:
     for token in (4, 5):  # recorded, played
         assert decoder.step(torch.tensor([token])).dtype == torch.float32
     assert (decoder.tape is not None) == (weights is not None and kernels.load())
+
+
+@torch.inference_mode()
+def test_a_pass_with_a_cache_says_float32(tiny) -> None:
+    """Of all its positions; one without, which may be of training, stays as it is."""
+    model, ids = tiny("grt", dtype=torch.float32).bfloat16(), torch.tensor([[1, 2, 3]])
+    assert model(ids, ctx=LoopContext(cache=KVCache(model, 1, 3))).dtype == torch.float32
+    assert model(ids).dtype == torch.bfloat16
 
 
 def test_under_autocast(z_and_weight) -> None:

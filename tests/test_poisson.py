@@ -136,6 +136,9 @@ def test_start_outside_of_training(tiny, method):
         assert torch.equal(start_of(other, (2, n)), whole[:2, :n])
     assert not (start_of(model, (3, 12), seed=1) == whole).any(), "the seed makes no difference"
     assert torch.equal(start_of(model, (3, 12), seed=0), whole)
+    ctx = LoopContext(positions=torch.tensor([[0, 0, 1], [3, 4, 5]]))  # of a padded row, and of one further on
+    at = model.rule.start(torch.zeros(2, 3, 16), ctx)
+    assert torch.equal(at[0], whole[0, [0, 0, 1]]) and torch.equal(at[1], whole[0, 3:6])
     double = start_of(model, (3, 12), dtype=torch.float64)
     assert double.dtype == torch.float64 and torch.equal(double.float(), whole)
     assert torch.equal(start_of(copy.deepcopy(model), (3, 12)), whole)
@@ -198,6 +201,10 @@ def test_start_values():
         model = build_model(ModelConfig(method=method, layout="1+2x3+1", d_model=128, n_heads=4, vocab_size=99))
         assert model.rule.adapter.weight.std().item() == pytest.approx(std, rel=0.03)  # 32,768 numbers: 0.4 % each
         assert (model.rule.norm.weight == 1).all()
+    for layer in model.core:  # Takase's 2L of L = 1 + 2 x 3 + 1 executions, not of the four blocks there are
+        for linear in (layer.attn.out, layer.mlp.down):
+            want = math.sqrt(1 / (5 * 128) / 8)
+            assert linear.weight.std().item() == pytest.approx(want, rel=0.03)  # 16,384 numbers or more: 0.6 % each
     assert all((block.ln1_post.weight == 1).all() and (block.ln2_post.bias == 0).all() for block in model.core)
 
 

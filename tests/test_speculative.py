@@ -14,7 +14,7 @@ from grt import cli
 from grt.cli.report import generation_report
 from grt.decode.decoder import Decoder
 from grt.decode.sampling import Sampling
-from grt.decode.speculative import Draft, Drafter, SpeculativeStream
+from grt.decode.speculative import Draft, Drafter, SpeculativeStream, expected_tokens
 from grt.decode.stream import Stream
 from grt.errors import ConfigError
 from grt.methods import METHODS
@@ -94,6 +94,14 @@ def test_greedy_text_is_the_same(tiny, draft):
     assert same_texts(model, random_prompts(20, 23, 8), 16, draft=draft) <= 1
 
 
+def test_repeated_tokens_are_punished_as_without_drafts(tiny):
+    """Drafted ones among them."""
+    model, sampling = tiny(dtype=torch.float32, context=24), Sampling(0, repetition_penalty=5.0)
+    for prompt in random_prompts(5, 23, 8):
+        want = plain(model, prompt, 16, sampling=sampling)
+        assert tokens_of(speak(model, prompt, 16, sampling=sampling)) == want != plain(model, prompt, 16)
+
+
 @pytest.mark.parametrize("method", RESUMED)
 def test_greedy_text_is_the_same_with_each_method(tiny, method):
     model = tiny(method, dtype=torch.float32)
@@ -168,6 +176,22 @@ def test_as_many_drafts_as_pay(tiny):
         stream._count(8, accepted)
     assert lengths[0] == 8 and lengths == sorted(lengths, reverse=True) and lengths[-1] < 4
     assert speak(tiny(), draft=Draft(1, 5)).length() == 5
+
+
+def test_what_is_counted_and_remembered(tiny):
+    """Drafts behind the first that fell are never asked about; what is long ago counts less, 0.95 a verification."""
+    stream = speak(tiny(), draft=Draft(1, None))
+    stream._count(8, 3)
+    stream._count(2, 2)
+    assert (stream.tally.verifications, stream.tally.drafted, stream.tally.seen, stream.tally.accepted) == (2, 10, 6, 5)
+    assert stream.recent == pytest.approx([0.95 * (0.95 + 3) + 2, 0.95 * (0.95 + 4) + 2])
+    assert stream.tally.acceptance == 5 / 6 and stream.tally.tokens_per_verification == 3.5
+
+
+def test_expected_tokens():
+    """1 + a + ... + a^m."""
+    assert [expected_tokens(0.5, m) for m in (1, 2, 3)] == [1.5, 1.75, 1.875]
+    assert expected_tokens(1, 3) == 4 and expected_tokens(0, 5) == 1
 
 
 def test_training_mode_is_left_as_it_was(tiny):

@@ -106,6 +106,16 @@ def test_three_tokens_follow_the_full_models_law(tiny, monkeypatch, sampling):
     assert p_value(drawn_texts(model, tables, sampling, 0, n)[0], law) < 0.001
 
 
+def test_behind_drafts_that_stand_the_last_row_decides():
+    """And behind one that falls, what full depth gives more often than the draft did, at its place."""
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.6, 0.2, 0.2]], dtype=torch.float64)
+    n, behind = speculative.accept(p, [p[0], p[1]], [0, 2], torch.Generator().manual_seed(0))
+    assert n == 2 and torch.equal(behind, p[2])
+    p, q = torch.tensor([[0.5, 0.4, 0.1, 0.0], [0.2, 0.2, 0.3, 0.3]]).double(), torch.tensor([0.0, 0.1, 0.2, 0.7])
+    n, behind = speculative.accept(p, [q.double()], [3], torch.Generator().manual_seed(0))  # full depth never says 3
+    assert n == 0 and behind.tolist() == pytest.approx([5 / 8, 3 / 8, 0, 0])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("always", [False, True])

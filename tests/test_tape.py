@@ -78,6 +78,18 @@ def test_a_tape_serves_other_prompts_but_not_other_rows():
     assert torch.allclose(torch.cat(last), logits(model, [7, 8], [3, 4, 5], taped=False)[1][2:], atol=1e-5)
 
 
+def test_a_row_that_is_kept_leaves_its_tape():
+    """Whose addresses are those of the rows as they were."""
+    model, tokens = kept(), [3, 4, 5, 6]
+    decoder = Decoder(model, [[1, 2]], 5)
+    rows = [decoder.prefill(), decoder.step(torch.tensor([3])), decoder.step(torch.tensor([4]))]
+    before = decoder.tape
+    decoder.keep([0])
+    rows += [decoder.step(torch.tensor([token])) for token in (5, 6)]
+    assert torch.allclose(torch.cat(rows), logits(model, [1, 2], tokens, taped=False)[1], atol=1e-5)
+    assert before is not None and decoder.tape is not None and decoder.tape is not before
+
+
 def test_decoders_take_turns():
     """Each has its own tape, whatever the number of threads it is played with."""
     model = kept()

@@ -1,5 +1,6 @@
 """Windows within documents, and prepared folders that are not what the run needs or not what they say."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -108,6 +109,8 @@ def test_the_whole_of_two_splits(tmp_path):
     whole = prepared.whole("document")
     assert whole.n_tokens == 33 and whole.lengths.sum() == 33 and len(whole.lengths) == 2
     assert whole.starts[1] == prepared.split("train").n_tokens
+    ((ids, _),) = windows(prepared.whole(), 32)
+    assert bytes(ids[0, :20].tolist()) == b"a" * 20 and bytes(ids[0, -10:].tolist()) == b"b" * 10
 
 
 def config_for(path, **data) -> RunConfig:
@@ -180,6 +183,32 @@ def test_a_damaged_index(pages, damage, message):
     damage(folder)
     with pytest.raises(ConfigError, match=message):
         load_prepared(folder)
+
+
+@pytest.mark.parametrize("ends", [[31, 31, 45, 54, 72], [35, 31, 45, 54, 72], [31, 35, 45, 54, 73]])
+def test_an_index_out_of_order_is_refused_although_its_hash_is_right(pages, ends):
+    folder = prepare(pages, val_fraction=1.0, quiet=True).folder
+    damaged_index(ends)(folder)
+    change_val(folder, lambda entry: entry["index"], "val.idx")
+    with pytest.raises(ConfigError, match=r"val.idx has ends of documents out of order: prepare the data again"):
+        load_prepared(folder)
+
+
+def test_an_impossible_id_is_refused_although_its_hash_is_right(pages):
+    folder = prepare(pages, val_fraction=1.0, quiet=True).folder
+    ids = np.fromfile(folder / "val-00000.bin", "<u2")
+    ids[40] = 257
+    ids.tofile(folder / "val-00000.bin")
+    change_val(folder, lambda entry: entry["shards"][0], "val-00000.bin")
+    with pytest.raises(ConfigError, match=r"val-00000.bin.*257"):
+        load_prepared(folder)
+
+
+def change_val(folder, part, file):
+    """Make meta.json say the sha256 that a file of val has now."""
+    meta = json.loads((folder / "meta.json").read_text())
+    part(meta["splits"]["val"])["sha256"] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def test_a_meta_that_lies_about_the_tokenizer(pages):

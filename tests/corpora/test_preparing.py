@@ -35,6 +35,20 @@ def test_tokens_are_the_documents_each_with_end_of_text(texts):
     assert len(prepared.meta["splits"]["train"]["shards"]) > 1
 
 
+def test_a_documents_hash_decides_its_split(texts):
+    prepared = prepare(texts, val_fraction=0.3)
+    raw = b"".join((prepared.folder / shard["file"]).read_bytes() for shard in prepared.meta["splits"]["val"]["shards"])
+    ids = np.frombuffer(raw, "<u2")
+    found = [prepared.tokenizer.decode(part) for part in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]]
+    want = [text for path in texts.rglob("*.txt") if share_of(text := path.read_text()) < 0.3]
+    assert sorted(found) == sorted(want) and 5 < len(want) < 30
+
+
+def share_of(text: str) -> float:
+    """Its sha256 as a binary fraction."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:13], 16) / 16**13
+
+
 def test_adding_a_document_moves_no_other(texts):
     before = prepare(texts, val_fraction=0.2).meta
     for i in range(100):  # the first addition that goes to training
@@ -64,6 +78,14 @@ def test_the_tail_is_bounded_and_needs_no_newline(tmp_path, fraction, share):
     (tmp_path / "one.txt").write_text("\u00e9" * 1000)
     splits = prepare(tmp_path / "one.txt", val_fraction=fraction).meta["splits"]
     assert splits["val"]["bytes"] == 2000 * share and splits["train"]["bytes"] == 2000 * (1 - share)
+
+
+@pytest.mark.parametrize(("newline", "train"), [(83, 90), (84, 90), (85, 86), (88, 89)])
+def test_a_line_that_begins_too_early_does_not_move_the_cut(tmp_path, newline, train):
+    """Of 100 characters the last 10 are the tail, and a line may begin at most 5 characters before it."""
+    (tmp_path / "one.txt").write_text("a" * newline + "\n" + "b" * (99 - newline))
+    splits = prepare(tmp_path / "one.txt", val_fraction=0.1).meta["splits"]
+    assert (splits["train"]["bytes"], splits["val"]["bytes"]) == (train, 100 - train)
 
 
 def test_fraction_one_puts_everything_into_validation(tmp_path):

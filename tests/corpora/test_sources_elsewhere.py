@@ -148,6 +148,24 @@ def test_one_nanogpt_file_is_cut_at_a_document(nano):
     assert prepare(nano / "train.bin", tokenizer="gpt2", val_fraction=1.0, quiet=True).split("train").n_tokens == 0
 
 
+def test_documents_of_a_nanogpt_file(tmp_path):
+    """Hello world, a lone Hello, and a last document that was cut off: where they end, and their bytes."""
+    np.array([15496, 995, 50256, 15496, 50256, 15496, 995, 995], np.uint16).tofile(tmp_path / "ids.bin")
+    val = prepare(tmp_path / "ids.bin", tokenizer="gpt2", val_fraction=1.0, quiet=True).split("val", "document")
+    assert val.lengths.tolist() == [3, 2, 3] and val.n_documents == 3
+    assert val.n_bytes == len("Hello world" + "Hello" + "Hello world world")
+
+
+@pytest.mark.parametrize(("end", "train"), [(10, 90), (83, 90), (84, 90), (85, 86), (88, 89)])
+def test_a_document_that_begins_too_early_does_not_move_the_cut(tmp_path, end, train):
+    """Of 100 tokens the last 10 are the tail, and a document may begin at most 5 tokens before it."""
+    ids = np.full(100, 995, np.uint16)
+    ids[end] = 50256
+    ids.tofile(tmp_path / "ids.bin")
+    splits = prepare(tmp_path / "ids.bin", tokenizer="gpt2", val_fraction=0.1, quiet=True).meta["splits"]
+    assert (splits["train"]["tokens"], splits["val"]["tokens"]) == (train, 100 - train)
+
+
 def test_token_files_that_nothing_can_be_made_of(nano, tmp_path):
     with pytest.raises(ConfigError, match="holds GPT-2 tokens, not those of bytes: give --tokenizer gpt2"):
         prepare(nano)

@@ -144,7 +144,7 @@ def pointer(run: Path, name: str) -> str:
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_last_ones_and_the_best_are_kept(config, tmp_path, monkeypatch, keep):
-    """Losses are scripted, so that step 4 is the best."""
+    """Losses are scripted, so that step 4 is the best: of all steps, of fewer it is the worst."""
     from grt.train import loop
 
     losses = iter([3.0, 1.0, 2.0, 2.0, 2.0])
@@ -153,7 +153,7 @@ def test_the_last_ones_and_the_best_are_kept(config, tmp_path, monkeypatch, keep
     def evaluate(*arguments, **options):
         result = real(*arguments, **options)
         loss = next(losses)
-        return type(result)(dict.fromkeys(result.loss_by_depth, loss), 1, 1, 1.0)
+        return type(result)({k: loss if k == 3 else 9.0 - loss for k in result.loss_by_depth}, 1, 1, 1.0)
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     every_step = {"steps": 10, "checkpoint_every": 1, "eval_every": 2, "keep": keep}

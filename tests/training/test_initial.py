@@ -149,6 +149,14 @@ def test_fields_of_the_method_are_compared(data, tmp_path, method, fields):
         check_source(theirs, config, False, METHODS[method].rule.weights_depend_on)
 
 
+def test_another_tokenizer_is_refused(data):
+    theirs = tiny(data)
+    config = change(theirs, data={"tokenizer": "gpt2"}, train={"init_from": "there"})
+    with pytest.raises(ConfigError, match="^train.init_from there has data.tokenizer bytes, this run gpt2: set --data"):
+        check_source(theirs, config, False, ())
+    check_source(theirs, change(theirs, train={"init_from": "there"}), False, ())
+
+
 def test_another_context_is_refused(data, source, tmp_path):
     config = other_config(data, source, model={"context": 8})
     with pytest.raises(ConfigError, match="has model.context 16, this run 8"):

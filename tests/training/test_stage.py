@@ -127,6 +127,12 @@ def test_a_second_stage_needs_a_first(data, tmp_path, monkeypatch):
     refused(first(data, stage=2), tmp_path / "run", message, monkeypatch)
 
 
+def test_a_second_stage_needs_a_choice_of_exits(data, sources, tmp_path, monkeypatch):
+    config = change(second(data, sources / "ouro"), model={"layout": "1+1x1+1"})
+    message = r"^train.stage is 2, but model.layout 1\+1x1\+1 has one recurrence, which leaves no choice: train a"
+    refused(config, tmp_path / "run", message, monkeypatch)
+
+
 @pytest.mark.parametrize(("method", "layout", "named"), [("ladder", "1+1x3+1", "ladder"), ("ouro", "2L", "dense")])
 def test_most_methods_have_one_stage(data, sources, tmp_path, monkeypatch, method, layout, named):
     config = change(second(data, sources / "ladder"), model={"method": method, "layout": layout})

@@ -1,6 +1,7 @@
 """Training: what a step computes and what it logs."""
 
 import importlib.util
+import itertools
 import json
 import math
 
@@ -98,6 +99,23 @@ def test_tokens_per_step_is_what_the_config_says(config, tmp_path, batch_size, s
     assert [row["lr"] for row in logged] == [learning_rate(config.optim, step, 3) for step in range(3)]
     with pytest.raises(ConfigError, match="is not a multiple of one slot"):
         change(config, train={"tokens_per_step": 128 + 8})
+
+
+def test_every_slot_has_a_seed_of_its_own():
+    """And always the same one: runs are resumed across versions. sha256 of slot/1337/2/3/0, its first 7 bytes."""
+    assert slot_seed(1337, 2, 3) == 52382648079679569
+    seeds = {slot_seed(*at) for at in itertools.product((1, 2), (0, 1, 11), (0, 1, 11), (0, 1))}
+    assert len(seeds) == 2 * 3 * 3 * 2
+
+
+def test_auxiliary_losses_are_logged(config, tmp_path):
+    trainer = Trainer(change(config, model={"method": "mor"}), tmp_path / "run")
+    with torch.no_grad():
+        losses = [trainer.slot_loss(0, slot) for slot in (0, 1)]
+    row = trainer.optimizer_step()
+    trainer.close()
+    assert row["aux"] == pytest.approx(np.mean([(loss.total - loss.lm).item() for loss in losses]), rel=1e-5)
+    assert row["aux"] > 1e-5
 
 
 # One optimizer step, done by hand

@@ -84,6 +84,7 @@ def spoilt() -> list[str]:
             bad += [row | {name: value} for value in (None, True, "x", ["x"], {"x": 1}, math.nan, math.inf)]
     bad.remove(GOOD["event"] | {"event": "x"})
     bad += [GOOD["train"] | {"step": 0}, GOOD["eval"] | {"step": -1}, GOOD["train"] | {"depth": [1.5]}]
+    bad += [GOOD["train"] | {"tokens": -1}, GOOD["train"] | {"depth": [1, -2]}, GOOD["train"] | {"tokens": 1 << 62}]
     lines = [json.dumps(row) for row in bad]
     return [*lines, json.dumps(GOOD["train"]).replace("2.0", "1e999"), "9" * 5000, "[" * 10**5, "half", ""]
 
