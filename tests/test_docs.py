@@ -22,7 +22,7 @@ from grt.errors import ConfigError
 from grt.presets import preset
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/tokenizers.md"]
 SHELL = {"", "bash", "sh", "shell", "console"}
 
 # Written in halves, so that this file does not complain about itself.

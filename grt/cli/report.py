@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def generation_report(
         ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
     except UnicodeEncodeError:
         raise ConfigError("the prompt is not UTF-8: convert it first.") from None
-    text, logs, depths = TextStream(tokenizer.decode, stop), [], []
+    text, logs, depths = TextStream(tokenizer.decode, stop, ids), [], []
     options |= {"seeds": [seed], "stop_ids": [tokenizer.eot]}
+    options["sampling"] = replace(options.get("sampling") or Sampling(), never=tuple(tokenizer.unused))
     options["exit"] = find_exit(run, model, exit, options.get("depth"))
     speculative = None if draft is None else SpeculativeStream(model, [ids], draft=draft, **options)
     steps, start = speculative or Stream(model, [ids], **options), time.perf_counter()

@@ -1,7 +1,7 @@
 """Pieces of text -> ids, on as many processes as one likes, in order. Nothing here imports torch: workers start fast.
 
-A piece is a document or a part of one that the tokenizer may encode by itself. Pieces are handed out in jobs, cut by
-their size alone, so that ids and their order don't depend on the number of workers.
+A piece is a document or a part of one that the tokenizer may encode by itself, told what stands around it. Pieces are
+handed out in jobs, cut by their size alone, so that ids and their order don't depend on the number of workers.
 """
 
 import os
@@ -12,16 +12,27 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
 import numpy as np
 
 from grt.data.tokenizer import Tokenizer, get_tokenizer
 
 PIECE = 1 << 18  # characters from which on a piece of a long document is cut off
+LONGEST = 1 << 19  # and from which on it is cut anywhere, so that memory has a bound
 JOB = 1 << 20  # characters from which on a job is full
 
-Piece = tuple[str, str, bool]  # split, text, whether its document ends here
-Job = list[Piece]
+
+class Piece(NamedTuple):
+    """Text, whether its document ends here, and what stands around it (Tokenizer.context characters)."""
+
+    text: str
+    ends: bool
+    before: str = ""
+    after: str = ""
+
+
+Job = list[tuple[str, Piece]]  # with the split of each
 
 
 @dataclass
@@ -33,25 +44,38 @@ class Encoded:
     n_bytes: int = 0
 
 
-def pieces(parts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """A document's parts, put together and cut where the tokenizer may: (text, whether it is the last one)."""
-    pending = ""
+def pieces(parts: Iterable[str], tokenizer: Tokenizer, size: int | None = None) -> Iterator[Piece]:
+    """A document's parts, put together and cut where the tokenizer may, from `size` characters on (PIECE)."""
+    size = PIECE if size is None else size
+    context = tokenizer.context
+    text, start = "", 0  # what stands before `start` is handed on already
     for part in parts:
-        pending += part
-        while len(pending) > PIECE and (at := tokenizer.cut(pending[:PIECE]) or tokenizer.cut(pending)):
-            if at == len(pending):
-                break
-            yield pending[:at], False
-            pending = pending[at:]
-    yield pending, True
+        kept = max(start - context, 0)
+        text, start = text[kept:] + part, start - kept
+        while end := _end(text, start, tokenizer, size):
+            before, after = text[max(start - context, 0) : start], text[end : end + context]
+            yield Piece(text[start:end], False, before, after)
+            start = end
+    yield Piece(text[start:], True, text[max(start - context, 0) : start])
 
 
-def jobs(source: Iterable[Piece]) -> Iterator[Job]:
+def _end(text: str, start: int, tokenizer: Tokenizer, size: int) -> int:
+    """Where the piece ends that begins at `start`; 0 where more text has to come first."""
+    while len(text) - start > size:
+        if at := tokenizer.cut(text[start : start + size]):
+            return start + at
+        if size >= LONGEST:
+            return start + size // 2
+        size *= 2
+    return 0
+
+
+def jobs(source: Iterable[tuple[str, Piece]]) -> Iterator[Job]:
     job: Job = []
     size = 0
-    for piece in source:
-        job.append(piece)
-        size += len(piece[1])
+    for split, piece in source:
+        job.append((split, piece))
+        size += len(piece.text)
         if size >= JOB:
             yield job
             job, size = [], 0
@@ -62,9 +86,9 @@ def jobs(source: Iterable[Piece]) -> Iterator[Job]:
 def encode(tokenizer: Tokenizer, job: Job) -> dict[str, Encoded]:
     out: dict[str, Encoded] = {}
     n_ids: dict[str, int] = {}
-    for split, text, ends in job:
+    for split, (text, ends, before, after) in job:
         part = out.setdefault(split, Encoded())
-        ids = tokenizer.encode(text)
+        ids = tokenizer.encode(text, before, after)
         part.ids.append(np.append(ids, ids.dtype.type(tokenizer.eot)) if ends else ids)
         part.n_bytes += len(text.encode())
         n_ids[split] = n_ids.get(split, 0) + len(part.ids[-1])

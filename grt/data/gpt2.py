@@ -37,6 +37,7 @@ class GPT2Tokenizer:
     eot = VOCAB_SIZE - 1
     eot_text = END_OF_TEXT
     sha256 = MERGES_SHA256
+    context, unused = 0, ()
 
     def __init__(self, ranks: dict[bytes, int]):
         import tiktoken
@@ -46,7 +47,7 @@ class GPT2Tokenizer:
         for token, rank in ranks.items():
             self.token_bytes[rank] = len(token)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, before: str = "", after: str = "") -> np.ndarray:
         """Ids of the text, (n,), uint16."""
         ids = [np.array(self._bpe.encode_ordinary(piece), np.uint16) for piece in _pieces(text)]
         return ids[0] if len(ids) == 1 else np.concatenate(ids)

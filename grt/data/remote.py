@@ -61,14 +61,17 @@ def download(source: str) -> Path:
 def fetch_dataset(source: str, field: str) -> Path:
     """The texts of `hf:NAME` or `hf:NAME:CONFIG`, its split `train`, as compressed JSON lines in the cache.
 
-    They are streamed once: the two passes of a preparation read the copy. Remove it to fetch the dataset again.
+    They are streamed once: the two passes of a preparation read the copy. Remove it to fetch the dataset again; that of
+    a folder here is made anew where a file of it has changed.
     """
     name, _, config = source.removeprefix("hf:").partition(":")
     key = hashlib.sha256(json.dumps([source, field]).encode()).hexdigest()[:16]
     path = (
         files.cache_folder() / "datasets" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name).strip('_')[-60:]}-{key}.jsonl.zst"
     )
-    if path.exists():
+    made_of, now = path.with_name(f"{path.name}.from"), _files_now(Path(name))
+    before = made_of.read_text(encoding="utf-8") if made_of.exists() else ""
+    if path.exists() and now in ("", before):
         return path
     texts = _stream(source, name, config or None, field)
     import zstandard
@@ -76,7 +79,15 @@ def fetch_dataset(source: str, field: str) -> Path:
     with _whole_file(path) as file, zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False) as packed:
         for text in texts:
             packed.write(json.dumps({"text": text}).encode() + b"\n")
+    if now:
+        files.replace_file(made_of, now)
     return path
+
+
+def _files_now(folder: Path) -> str:
+    """Names, sizes and times of the files of a folder here, as JSON; "" where there are none, as of a name on a hub."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+    return json.dumps([(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found]) if found else ""
 
 
 def _stream(source: str, name: str, config: str | None, field: str) -> Iterator[str | None]:

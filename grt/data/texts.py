@@ -62,7 +62,7 @@ class Texts:
     def _documents(self) -> Iterator[Document]:
         return itertools.chain.from_iterable(corpus.documents() for corpus in self.corpora)
 
-    def _pieces(self, tokenizer: Tokenizer) -> Iterator[Piece]:
+    def _pieces(self, tokenizer: Tokenizer) -> Iterator[tuple[str, Piece]]:
         whole, n = CorpusHash(), 0
         for n, document in enumerate(self._documents(), 1):
             if n > len(self.is_val):
@@ -73,8 +73,8 @@ class Texts:
             else:
                 texts = iter([(SPLITS[self.is_val[n - 1]], hashed)])
             for split, parts in texts:
-                for text, ends in pieces(parts, tokenizer):
-                    yield split, text, ends
+                for piece in pieces(parts, tokenizer):
+                    yield split, piece
         if n != len(self.is_val) or whole.hexdigest() != self.sha256:
             raise ConfigError(f"The files of {self.name} changed while they were read: prepare them again.")
 

@@ -25,8 +25,21 @@ class Tokenizer(Protocol):
     eot_text: str  # how others spell it; here it is never parsed
     sha256: str
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of the text, (n,), in the smallest unsigned dtype that holds the vocabulary; no end-of-text is added."""
+    @property
+    def context(self) -> int:
+        """How many characters around a piece of text decide its ids; 0 where it is cut only where none do."""
+        ...
+
+    @property
+    def unused(self) -> Sequence[int]:
+        """Ids below vocab_size that stand for nothing: no text gives them, and nothing may draw them."""
+        ...
+
+    def encode(self, text: str, before: str = "", after: str = "") -> np.ndarray:
+        """Ids of the text, (n,), in the smallest unsigned dtype that holds the vocabulary; no end-of-text is added.
+
+        before, after: what stands around a piece, as much of it as `context` says.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -38,9 +51,8 @@ class Tokenizer(Protocol):
         ...
 
     def cut(self, text: str) -> int:
-        """The last place where the text may be cut so that its parts, encoded apart, give the ids of the whole; or 0.
-
-        The same must hold whatever text follows.
+        """The last place where the text may be cut so that its parts, encoded apart with `context` characters of one
+        another, give the ids of the whole; or 0. The same must hold whatever text follows.
         """
         ...
 
@@ -53,8 +65,9 @@ class ByteTokenizer:
     eot = 256
     eot_text = END_OF_TEXT
     sha256 = hashlib.sha256(b"id = byte of the UTF-8 text; end-of-text = 256").hexdigest()
+    context, unused = 0, ()
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, before: str = "", after: str = "") -> np.ndarray:
         """Ids of the text, (bytes of its UTF-8,), uint16: 257 ids are one too many for a byte."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 

@@ -23,7 +23,7 @@ class Sampling:
     multiplied where they are negative (CTRL, arXiv 1909.05858). temperature: 0 takes the likeliest token and asks no
     further. top_k: only the k likeliest (0: all; those as likely as the last stay too). top_p: of these the likeliest
     that hold this much probability (arXiv 1904.09751). min_p: of these the ones that have at least this share of the
-    likeliest's probability (arXiv 2407.01082).
+    likeliest's probability (arXiv 2407.01082). never: ids that are not drawn, such as those that stand for no token.
     """
 
     temperature: float = 1.0
@@ -31,6 +31,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    never: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -51,8 +52,10 @@ class Sampling:
         return self.narrowed(self.punished(logits, past))
 
     def punished(self, logits: Tensor, past: Sequence[int]) -> Tensor:
-        """The repetition penalty: (V,) to (V,) in float64."""
+        """The repetition penalty, and no chance for `never`: (V,) to (V,) in float64."""
         logits = logits.double()
+        if self.never:
+            logits = logits.index_fill(-1, torch.tensor(self.never, device=logits.device), -torch.inf)
         if self.repetition_penalty == 1:
             return logits
         seen = torch.tensor(sorted(set(past)), device=logits.device)

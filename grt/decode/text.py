@@ -16,19 +16,32 @@ class TextStream:
     decode: a tokenizer's. It is asked for the last few tokens only, from a place where they alone give what they give
     behind the others, so that n tokens cost time in proportion to n. stops: `ended` is set by the first of them to be
     complete, which is not part of the text, just as if characters came one at a time: where tokens end makes no
-    difference.
+    difference. prompt: tokens before the text, behind which it is decoded: at the start of a text a tokenizer may write
+    a word without its space.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:
         if not all(stops):
             raise ConfigError("a stop string is empty: give at least one character, or leave it out.")
         self.decode, self.stops = decode, stops
-        self.tokens: list[int] = []  # all that came, those of a stop string too
+        self.all, self.n_prompt = list(prompt), len(prompt)  # tokens: all that came, those of a stop string too
         self.pieces: list[str] = []  # what was given out so far
         self.ended = False
         self.tail = 0  # the first token of the tail
         self.before = ""  # text of the tokens before it, as far as it is still held back
         self.given = 0  # how many characters of `before` and the tail's text are given out
+        if prompt:
+            of_prompt = self.decode(self.all)
+            self.given = len(of_prompt)  # the text of a prompt is whole
+            if len(prompt) > TAIL:
+                self._shorten(of_prompt)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that came, those of a stop string too; without the prompt."""
+        return self.all[self.n_prompt :]
 
     @property
     def text(self) -> str:
@@ -38,10 +51,10 @@ class TextStream:
     def add(self, token: int) -> str:
         """What is now certain of the text, and was not before."""
         assert not self.ended, "a text that has ended takes no more tokens"
-        self.tokens.append(token)
-        of_tail = self.decode(self.tokens[self.tail :])
+        self.all.append(token)
+        of_tail = self.decode(self.all[self.tail :])
         piece = self._upto((self.before + of_tail).rstrip(UNFINISHED), last=False)
-        size = len(self.tokens) - self.tail
+        size = len(self.all) - self.tail
         # A place found in the middle of a character may be a wrong one; but this long no character is in the middle.
         if size >= 4 * TAIL or (size >= 2 * TAIL and not of_tail.endswith(UNFINISHED)):
             self._shorten(of_tail)
@@ -49,7 +62,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back; no token comes any more."""
-        return "" if self.ended else self._upto(self.before + self.decode(self.tokens[self.tail :]), last=True)
+        return "" if self.ended else self._upto(self.before + self.decode(self.all[self.tail :]), last=True)
 
     def _upto(self, text: str, last: bool) -> str:
         start = self.given
@@ -67,8 +80,8 @@ class TextStream:
     def _shorten(self, of_tail: str) -> None:
         """Begin the tail at a later token, if one is found where its text is the end of the whole: not within a
         character, say, and not where a tokenizer writes a word's second half differently when it comes first."""
-        for start in range(len(self.tokens) - TAIL, len(self.tokens) - TAIL + TRIES):
-            rest = self.decode(self.tokens[start:])
+        for start in range(len(self.all) - TAIL, len(self.all) - TAIL + TRIES):
+            rest = self.decode(self.all[start:])
             in_step = len(rest) >= CHARACTER or rest.strip(UNFINISHED)
             if in_step and of_tail.endswith(rest):
                 before = self.before + of_tail[: len(of_tail) - len(rest)]

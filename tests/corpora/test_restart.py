@@ -13,7 +13,7 @@ import pytest
 
 from grt.cli import main
 from grt.data import encode, partial
-from grt.data.encode import encoded, jobs, pieces
+from grt.data.encode import Piece, encoded, jobs, pieces
 from grt.data.prepare import load_prepared, prepare
 from grt.data.tokenizer import get_tokenizer
 
@@ -170,7 +170,7 @@ from grt.data import encode
 from grt.data.tokenizer import get_tokenizer
 if __name__ == "__main__":
     sys.path.insert(0, {str(ROOT)!r})
-    for _ in encode.encoded([[("train", "text", True)]] * 20, get_tokenizer("bytes"), 2):
+    for _ in encode.encoded([[("train", encode.Piece("text", True))]] * 20, get_tokenizer("bytes"), 2):
         import multiprocessing
         print(*[child.pid for child in multiprocessing.active_children()], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -212,9 +212,9 @@ def test_long_documents_are_encoded_in_pieces(tmp_path, monkeypatch):
         cut = prepare(tmp_path / "long.txt", tokenizer=name, val_fraction=0.3, out=tmp_path / f"{name}2", quiet=True)
         assert files_of(whole.folder) == files_of(cut.folder)
         found = list(pieces(iter([text[:999], text[999:]]), tokenizer))
-        assert len(found) > 50 and "".join(piece for piece, _ in found) == text
-        assert [end for _, end in found] == [False] * (len(found) - 1) + [True]
-        assert len(list(jobs(("train", *piece) for piece in found))) > 10
+        assert len(found) > 50 and "".join(piece.text for piece in found) == text
+        assert [piece.ends for piece in found] == [False] * (len(found) - 1) + [True]
+        assert len(list(jobs(("train", piece) for piece in found))) > 10
 
 
 # The disk
@@ -263,7 +263,7 @@ def test_prepare_from_the_command_line(texts, tmp_path, capsys):
 def test_an_error_in_a_worker_is_raised_here(monkeypatch):
     monkeypatch.setattr(encode, "_work", refuse)
     with pytest.raises(ValueError, match="no ids today"):
-        list(encoded([[("train", "text", True)]], get_tokenizer("bytes"), workers=2))
+        list(encoded([[("train", Piece("text", True))]], get_tokenizer("bytes"), workers=2))
     assert not multiprocessing.active_children()
 
 
@@ -282,7 +282,7 @@ WORK = encode._work
 @pytest.mark.parametrize("wait", [0, 0.05])
 def test_an_interrupt_ends_the_workers_at_once(wait):
     """Also while jobs are on their way to them."""
-    texts = ([("train", "some text " * 50_000, True)] for _ in range(200))
+    texts = ([("train", Piece("some text " * 50_000, True))] for _ in range(200))
     results = encoded(texts, get_tokenizer("bytes"), workers=2)
     next(results)
     assert multiprocessing.active_children()

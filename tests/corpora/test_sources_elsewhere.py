@@ -98,8 +98,13 @@ def test_a_dataset_is_streamed_once_into_the_cache(tmp_path, monkeypatch):
     assert texts(source, "body") == PAGES
     with pytest.raises(ConfigError, match=r"has no field 'text' \(body\)"):
         open_corpus(source)
-    (tmp_path / "set" / "train.jsonl").unlink()
-    assert texts(source, "body") == PAGES
+    (tmp_path / "set" / "train.jsonl").write_bytes(jsonl([{"body": page} for page in PAGES[1:]]))
+    assert texts(source, "body") == PAGES[1:]  # the rows have changed
+    with monkeypatch.context() as patch:
+        patch.setattr("grt.data.remote._stream", lambda *_: 1 / 0)
+        assert texts(source, "body") == PAGES[1:]  # and are not read again
+        (tmp_path / "set" / "train.jsonl").unlink()
+        assert texts(source, "body") == PAGES[1:]
     with pytest.raises(ConfigError, match=r"hf:.*/none cannot be had \(.*\): check its name") as error:
         open_corpus(f"hf:{tmp_path}/none")
     assert "\n" not in str(error.value)
