@@ -97,7 +97,8 @@ def test_resume_goes_on_from_the_last_checkpoint(grt, run, texts, tmp_path, form
     said = grt("train", "grt-nano", *options, "--train.checkpoint-every", "1", "--out", out, "--max-time", "0.0001s")
     assert f"saved step 1; go on with --resume (grt train --resume --out {out})" in said
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["event"] == "signal" and rows[-1]["step"] == 1 and not (out / "sample.txt").exists()
+    event = next(row for row in rows if row["kind"] == "event" and row["event"] == "signal")
+    assert event["step"] == 1 and rows[-1]["early"] and not (out / "sample.txt").exists()
     grt("train", *{
         "preset": ["grt-nano", *options, "--resume", "--out", out],
         "out only": ["--resume", "--out", out],
